@@ -64,6 +64,23 @@ def test_what_fails_on_one_rank_ends_the_step_of_all_with_its_text(ranks: Ranks,
         assert rank["left"] == 0
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("an unused block", ""),
+        ("fewer rows than microbatches", "are about to do different things. Line 2 here: '# microbatches"),
+        ("no rows", "UsageError: the batch is empty"),
+    ],
+)
+def test_where_one_rank_does_something_else_the_step_is_right_or_refused_on_all_and_the_job_goes_on(
+    ranks: Ranks, how: str, told: str
+) -> None:
+    for first, second, differing in ranks.run(2, "distributed.training:disagrees", how, timeout_s=LONG_S):
+        assert told in first
+        assert bool(told) == bool(first)
+        assert (second, differing) == ("", [])
+
+
 def test_gradients_that_overflow_on_one_rank_are_skipped_by_all(ranks: Ranks) -> None:
     first, second = ranks.run(2, "distributed.training:skipped", timeout_s=LONG_S)
     assert first == second

@@ -691,3 +691,58 @@ def peaks(rank: int, size: int, stage: int, tier: str, k: int) -> list[tuple[str
         job.close()
     pairs = zip(predicted.moments, measured.timeline.moments, strict=True)
     return [(a.action, a.peak_bytes, b.peak_bytes) for a, b in pairs if b.peak_bytes > a.peak_bytes + 4096]
+
+
+class Skipping(Tower):
+    """A tower that can leave a layer out."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            if not (self.skips and index == 1):
+                x = x + layer(x)
+        return self.head(x)
+
+
+def disagrees(rank: int, size: int, how: str) -> list[Any]:
+    """One rank does something else in a step than the other; returns what this rank raised, what it raised in the next step, and what differs from plain PyTorch."""
+
+    def make() -> tuple[Skipping, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Skipping()
+        return model, OPTIMIZERS["sgd"](model.parameters())
+
+    model, optimizer = make()
+    k = 2 if how == "fewer rows than microbatches" else 1
+    job = memfit.fit(
+        model, optimizer, loss, batch_of("tower", 0, rank), plan=plan_for(model, size, 3, "disk", k), enforce=False
+    )
+    told: list[Any] = []
+    rows = {"fewer rows than microbatches": 1, "no rows": 0}.get(how, ROWS)
+    for step in range(2):
+        is_odd = rank == 1 and step == 0
+        model.skips = is_odd and how == "an unused block"
+        try:
+            job.step(batch_of("tower", step, rank, rows if is_odd else ROWS))
+        except memfit.MemfitError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("")
+    job.close()
+    expected, plain = make()
+    for step in range(2):
+        if told[step]:
+            continue
+        sums: dict[str, torch.Tensor] = {}
+        for r in range(size):
+            expected.skips = r == 1 and step == 0 and how == "an unused block"
+            expected.zero_grad()
+            for part in batch_of("tower", step, r).tensor_split(k):
+                (loss(expected, part) * torch.tensor(len(part) / (size * ROWS))).backward()
+            _add(sums, {n: p.grad for n, p in expected.named_parameters()})
+        for n, p in expected.named_parameters():
+            p.grad = sums.get(n)
+        plain.step()
+    return [*told, same(weights_of(model), weights_of(expected))]
