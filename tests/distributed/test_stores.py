@@ -26,7 +26,12 @@ def test_a_run_goes_on_on_any_number_of_ranks_and_from_any_home_with_the_same_bi
 
 @pytest.mark.parametrize(
     ("instant", "least", "stage", "tier"),
-    [("unprepared", 1, 3, "disk"), ("prepared", 1, 3, "device"), ("voted", 2, 1, "disk"), ("renamed", 2, 3, "disk")],
+    [
+        pytest.param("unprepared", 1, 3, "disk", marks=pytest.mark.slow),
+        ("prepared", 1, 3, "device"),
+        ("voted", 2, 1, "disk"),
+        pytest.param("renamed", 2, 3, "disk", marks=pytest.mark.slow),
+    ],
 )
 def test_a_commit_in_which_a_rank_is_killed_is_one_of_all_ranks_or_of_none(
     ranks: Ranks, tmp_path: Path, instant: str, least: int, stage: int, tier: str
