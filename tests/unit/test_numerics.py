@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.allocator.compiled_kernels import compute_once
 from memfit.api.advise import advise
 from memfit.api.choosing import Choice, Wanted, choose
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
@@ -126,6 +127,7 @@ class _Language:
         )
         self.tokens = torch.randint(12000, (1, 128))
         self.profile = self.problem.profile(self.tokens, (1,), chunk_tokens=None)
+        compute_once(self.profile.libraries)  # as `fit` does: then nothing of theirs is to come
         self.machine = open_machine(torch.device("cpu"), Limits.read(None))
 
     @staticmethod
