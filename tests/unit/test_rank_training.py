@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from memfit.core.errors import UsageError
-from memfit.job import rank_training
 from memfit.job.rank_training import join_ranks, launch, own_rows
 
 
@@ -45,7 +44,7 @@ def test_ranks_are_started_by_torchrun_with_the_same_arguments(monkeypatch: pyte
                 raise KeyboardInterrupt
             return 7
 
-    monkeypatch.setattr(rank_training.subprocess, "Popen", Process)
+    monkeypatch.setattr("memfit.job.rank_training.subprocess.Popen", Process)
     assert launch(2, ["train", "--ranks", "2"]) == 7
     command, env = seen[0]
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]

@@ -35,6 +35,8 @@ from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 
+__all__ = ["AskedPlan", "Explanation", "explain_choice"]
+
 _POINTS = 8
 # Of small limits a part is more, and less, instead of a GiB.
 _LARGE_LIMIT = 4 * GIB

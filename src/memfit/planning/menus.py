@@ -7,7 +7,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
@@ -108,15 +108,3 @@ def may_have(call: CallProfile, policy: CallPlan, profile: Profile) -> bool:
         return True
     changes = call.runs_once or not profile.written_blocks.isdisjoint(call.blocks)
     return not call.must_keep and not (policy.saved.policy.recomputes and changes)
-
-
-def moves_of(plan: Plan) -> Iterator[Tier]:
-    """Yields the tiers to which visits and arguments of a plan go: what fetching ahead is about."""
-    for block in plan.blocks.values():
-        if block.weight_home is not Tier.DEVICE:
-            yield block.weight_home
-    for call in plan.calls:
-        if call.saved.policy.offloads:
-            yield call.saved_home
-        elif call.boundary_home is not Tier.DEVICE:
-            yield call.boundary_home

@@ -53,6 +53,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_every_next_token(capfd: pytest.Ca
     recipe = find_recipe("gpt-tiny")
     model = recipe.build_model(0)
     batch = next(recipe.batches(0))
+    assert recipe.sequence_length is not None, "of text"
     assert batch.shape == (recipe.batch_size, recipe.sequence_length + 1)
     logits = model(input_ids=batch[:, :-1]).logits
     expected = torch.stack(
