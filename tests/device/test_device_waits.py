@@ -368,14 +368,14 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
     applied, began = threading.Event(), threading.Event()
 
     class Pieces:
-        def cut(self, block: Any) -> list[int]:
-            return [1]
+        def groups(self, block: Any) -> list[tuple[int]]:
+            return [(1,)]
 
         def begin(self, block: Any, piece: int) -> int:
             began.set()
             return piece
 
-        def apply(self, block: Any, coming: int) -> list[Any]:
+        def apply_together(self, block: Any, coming: tuple[int]) -> list[Any]:
             applied.set()
             return []
 

@@ -35,7 +35,7 @@ from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 
-__all__ = ["AskedPlan", "Explanation", "explain_choice"]
+__all__ = ["AskedPlan", "Explanation", "explain_choice", "explain_plan"]
 
 _POINTS = 8
 # Of small limits a part is more, and less, instead of a GiB.
