@@ -126,7 +126,7 @@ def test_weights_of_an_unknown_block_are_refused_with_the_known_names(tmp_path: 
     _, _, job, _ = _pair(NAME, "disk", tmp_path)
     with pytest.raises(UsageError, match=r"blocks\.9") as caught, job.weights("blocks.9"):
         pass
-    assert "blocks.1" in str(caught.value)
+    assert "the nearest name is 'blocks." in str(caught.value) and "job.block_names" in str(caught.value)
     job.close()
 
 

@@ -6,6 +6,7 @@ own, or are forgotten where they fail.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,8 +124,9 @@ class Contents:
         by_name = {block.name: block for block in self.blocks} | {n: b for n, (b, _) in self.place.items()}
         unknown = [name for name in names if name not in by_name]
         if unknown:
+            near = difflib.get_close_matches(unknown[0], by_name, n=1, cutoff=0.0)
             raise UsageError(
-                f"no block or parameter is called {unknown[0]!r}: job.block_names lists the blocks, such as {self.blocks[0].name!r}"
+                f"no block or parameter is called {unknown[0]!r}; the nearest name is {near[0]!r}, and job.block_names lists the blocks"
             )
         return list(dict.fromkeys(by_name[name] for name in names))
 
