@@ -48,14 +48,15 @@ class RecordedPieces:
     troubles: frozenset[tuple[str, int, int]] = frozenset()
     log: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def cut(self, block: Any) -> list[int]:
-        return list(range(self.lengths[block.index]))
+    def groups(self, block: Any) -> list[tuple[int]]:
+        return [(piece,) for piece in range(self.lengths[block.index])]
 
     def begin(self, block: Any, piece: int) -> int:
         self._note(BEGIN, block, piece)
         return piece
 
-    def apply(self, block: Any, piece: int) -> list[Leaving]:
+    def apply_together(self, block: Any, coming: tuple[int]) -> list[Leaving]:
+        (piece,) = coming
         self._note(APPLY, block, piece)
         return [Leaving(self.log, block.index, piece, (LEAVE, block.index, piece) in self.troubles)]
 
