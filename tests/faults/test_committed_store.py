@@ -299,7 +299,10 @@ def test_verify_reports_each_damaged_piece_and_what_cannot_be_read(tmp_path: Pat
 def test_a_second_opener_is_refused_with_the_owners_number_and_boot(tmp_path: Path, io: DiskIO) -> None:
     with TWO_BLOCKS.open(committed(tmp_path / "s", io), io):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-        with pytest.raises(StoreInUseError, match=rf"by this process \(pid {os.getpid()}, boot {boot}\): close that"):
+        with pytest.raises(
+            StoreInUseError,
+            match=rf"by this process \(pid {os.getpid()}, boot {boot}\): close the job that has it first",
+        ):
             TWO_BLOCKS.open(tmp_path / "s", io)
         owner = json.loads((tmp_path / "s" / "lock").read_text())
         # The machine has started again, and the number now is another process's: the lock is held, not by its owner.

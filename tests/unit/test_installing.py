@@ -40,7 +40,11 @@ def test_other_systems_are_refused_with_where_to_go(platform: str, words: str) -
 
 def test_import_itself_refuses_another_system() -> None:
     program = "import sys\nsys.platform = 'darwin'\nimport memfit"
-    child = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False)
+    # Without site-packages: neither torch is imported, nor an installed memfit found.
+    environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1])}
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
     assert child.returncode == 1
     assert "memfit runs on Linux only, and this is macOS" in child.stderr.splitlines()[-1]
 
