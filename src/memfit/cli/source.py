@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,11 @@ def _from_recipe(name: str) -> CommandSource:
 
     recipe = find_recipe(name)
     prepare_process()
+    return source_of(recipe)
+
+
+def source_of(recipe: Recipe) -> CommandSource:
+    """Builds the model of a recipe, with weights, its optimizer and its first batch."""
     model = recipe.build_model(0)
     return CommandSource(
         name=recipe.description,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, shared
 from memfit.cli.output import open_console, print_json
-from memfit.cli.source import CommandSource
+from memfit.cli.source import CommandSource, source_of
 from memfit.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from memfit.recipes import Recipe
 
 
 @shared
@@ -82,14 +79,6 @@ def _build(source: SourceOptions) -> CommandSource:
     from memfit.recipes import model_recipe
 
     prepare_process()
-    made: Recipe = model_recipe(
-        source.model, batch_size=source.batch, sequence_length=source.sequence, learning_rate=1e-3
-    )
-    model: Any = made.build_model(0)
-    return CommandSource(
-        name=made.description,
-        model=model,
-        optimizer=made.build_optimizer(model),
-        loss=made.loss,
-        sample=next(made.batches(0)),
+    return source_of(
+        model_recipe(source.model, batch_size=source.batch, sequence_length=source.sequence, learning_rate=1e-3)
     )
