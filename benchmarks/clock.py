@@ -3,10 +3,11 @@
     memfit probe && .venv/bin/python benchmarks/clock.py               # 18 cases, half a minute each
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
 
-Each case is a process of its own: a given plan, random weights and data, seven steps. Measured are seconds of the processor where a step computes
+Each case is a process of its own: a given plan, random weights and data, ten steps. Measured are seconds of the processor where a step computes
 and of the clock where it waits for a disk: the larger of the processor seconds of the main thread and of updates beside it, and those of the main
-thread with its waits, the least of the steps behind the third. Raw: the prediction with the machine's file. Calibrated: the same with factors by
-group of classes, fitted to the second and third step's actions. Beside them the old way: products divided by one rate, of the same file.
+thread with its waits, the least of every second step behind the second. Raw: the prediction with the machine's file. Calibrated: the same with
+factors by group of classes, fitted to the actions of the steps between, so that a machine that grows faster or slower meanwhile does not count as an
+error. Beside them the old way: products divided by one rate, of the same file.
 
 Between steps anchors of plain PyTorch are timed: a product, a sum of large tensors, a forward and a backward of small layers. "load" is what they
 took around the measured steps beside their least in the whole run: where it is above 1, others slowed the machine, processor seconds included.
@@ -30,7 +31,8 @@ from typing import Any
 
 import common
 
-STEPS, WARM, CALIBRATED_ON = 7, 3, (1, 2)
+STEPS, WARM = 10, 2
+CALIBRATED_ON = range(WARM, STEPS, 2)
 LANGUAGE = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OPTIMIZERS = (
     ("AdamW", {}),
@@ -185,25 +187,28 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     ) as job:
         step = lower(job.schedule, plan, job.profile, device="cpu")
         predicted = predict(step, machine)
-        taken, timelines, anchors = [], [], [_anchors()]
+        taken, waited, timelines, anchors = [], [], [], [_anchors()]
+        measured_on = [index for index in range(WARM, STEPS) if index not in CALIBRATED_ON]
         for index in range(STEPS):
-            seconds, timeline = _one_step(job, batch, is_recorded=index in CALIBRATED_ON)
+            seconds, stalls, timeline = _one_step(job, batch, is_recorded=index in CALIBRATED_ON)
             taken.append(seconds)
+            waited += [stalls] if index in measured_on else []
             timelines += [timeline] if timeline is not None else []
             anchors.append(_anchors())
         job.close(restore=False)
-    recorded = _least(timelines)
+    recorded = min(timelines, key=lambda timeline: timeline.moments[-1].end_s)
+    recorded = replace(recorded, beside_s=statistics.median(one.beside_s for one in timelines))
     best = fit_factors(step, recorded, machine)
     again = predict(step, calibrated(machine, best))
     products = sum(a for o in step for kind, a in o.work if kind in PRODUCT_KINDS) / machine.flops_per_s
-    fastest = min(range(WARM, STEPS), key=taken.__getitem__)
+    fastest = min(measured_on, key=taken.__getitem__)
     around = [(min(column), statistics.fmean(column[fastest : fastest + 2])) for column in zip(*anchors, strict=True)]
     assert predicted.interval_s is not None
     print(
         json.dumps({
-            "measured_s": min(taken[WARM:]), "steps_s": taken, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
+            "measured_s": taken[fastest], "steps_s": taken, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
             "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,
-            "stalls_s": dict(predicted.stalls_s), "anchors_s": around,
+            "stalls_s": dict(predicted.stalls_s), "measured_stalls_s": waited, "anchors_s": around,
             "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, recorded, most=4)],
         })
     )  # fmt: skip
@@ -231,8 +236,8 @@ def _anchors() -> list[float]:
     ]
 
 
-def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
-    """Seconds of a step, and its timeline in processor seconds of the main thread."""
+def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, dict[str, float], Any]:
+    """Seconds of a step, its waits by cause, and its timeline in processor seconds of the main thread."""
     from memfit.engine.measured_step import StepRecorder
 
     waits = StepRecorder()
@@ -242,18 +247,8 @@ def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
     with engine.recording(recorder if is_recorded else waits):
         job.step(batch)
     updates, thread = worker.busy_s() - updates, time.thread_time() - thread
-    stalls = 0.0 if is_recorded else sum(waits.timeline().stalls_s.values())
-    return thread + max(updates, stalls), recorder.timeline() if is_recorded else None
-
-
-def _least(timelines: Sequence[Any]) -> Any:
-    """The least seconds of each action, since other work can only slow one down."""
-    at, moments = 0.0, []
-    for alike in zip(*(timeline.moments for timeline in timelines), strict=True):
-        seconds = min(moment.end_s - moment.start_s for moment in alike)
-        moments.append(replace(alike[0], start_s=at, end_s=at + seconds))
-        at += seconds
-    return replace(timelines[-1], moments=tuple(moments), beside_s=min(one.beside_s for one in timelines))
+    stalls = {} if is_recorded else dict(waits.timeline().stalls_s)
+    return thread + max(updates, sum(stalls.values())), stalls, recorder.timeline() if is_recorded else None
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> Any:

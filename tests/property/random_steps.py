@@ -342,9 +342,17 @@ def storages(draw: Any, calls: int) -> tuple[StorageProfile, ...]:
 
 
 def with_storages(draw: Any, case: Case) -> Case:
-    """The same with activations, and a trace of the rows that a microbatch has."""
+    """The same with activations, and traces of the rows that its microbatches have: of 7 rows some
+    have one less.
+    """
     trace = next(iter(case.profile.traces.values()))
-    rows = -(-case.profile.batch_rows // case.plan.microbatches)
+    batch_rows = draw(st.sampled_from([case.profile.batch_rows, 7]))
+    rows = -(-batch_rows // case.plan.microbatches)
     filled = replace(trace, rows=rows, storages=draw(storages(len(trace.calls))))
+    fewer = replace(
+        filled, rows=rows - 1, storages=tuple(replace(s, nbytes=5 * s.nbytes // 8) for s in filled.storages)
+    )
     states = {b.name: 8 * len(b.parameters) for b in case.profile.blocks}
-    return replace(case, profile=replace(case.profile, traces={rows: filled}, state_bytes=states))
+    traces = {rows: filled, **({rows - 1: fewer} if rows > 1 else {})}
+    profile = replace(case.profile, batch_rows=batch_rows, rows_are_alike=True, traces=traces, state_bytes=states)
+    return replace(case, profile=profile)
