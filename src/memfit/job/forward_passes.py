@@ -266,8 +266,10 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
     try:
         for batches in filter(None, ([whole], parts)):
             give_random(before)
-            profile = assembly.planned.prepared.profile
-            step = forward_pass(assembly.plan, profile, len(batches), within_bytes=assembly.planned.prepared.peak_bytes)
+            prepared, device = assembly.planned.prepared, assembly.setup.device
+            step = forward_pass(
+                assembly.plan, prepared.profile, len(batches), within_bytes=prepared.peak_bytes, device=device
+            )
 
             def run(m: int, batches: Sequence[Any] = batches) -> Any:
                 with RowsAlike() if may_draw else nullcontext():

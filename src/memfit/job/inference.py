@@ -117,11 +117,6 @@ class Inference:
         return _cache_bytes_per_token(self.model)
 
     @property
-    def cache_peak_bytes(self) -> int | None:
-        """Peak bytes of caches on the device so far, if they are counted (`cache_limit_bytes`)."""
-        return None if self._caches is None else self._caches.peak_bytes
-
-    @property
     def cache_moved_bytes(self) -> tuple[int, int]:
         """(read, written) bytes of caches that were offloaded and reloaded."""
         return (0, 0) if self._caches is None else (self._caches.moved_bytes[0], self._caches.moved_bytes[1])

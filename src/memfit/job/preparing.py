@@ -84,7 +84,7 @@ def prepared_for(
     )
 
 
-def forward_pass(plan: Plan, profile: Profile, microbatches: int, *, within_bytes: int, device: str = "cpu") -> Step:
+def forward_pass(plan: Plan, profile: Profile, microbatches: int, *, within_bytes: int, device: str) -> Step:
     """Builds a forward-only pass that takes no more than a step does, if there is one.
 
     In a step the last calls' backward comes before the next microbatch's first blocks; here these

@@ -71,8 +71,7 @@ def model_recipe(
             f"{source} has a vocabulary of {vocabulary} and no tokenizer.json: the built-in tokens need {SMALLEST_VOCABULARY}; put a tokenizer.json beside "
             "the configuration"
         )
-    has_weights = _has_weights(source)
-    if has_weights and own is None:
+    if _has_weights(source) and own is None:
         raise UsageError(
             f"{source} holds trained weights and no tokenizer.json: text cut by the built-in tokens would mean nothing to them. Put its tokenizer beside them "
             "(transformers.AutoTokenizer.from_pretrained(...).save_pretrained(directory)), or name its config.json to begin with new weights"
@@ -82,22 +81,36 @@ def model_recipe(
     end = end if own is not None and isinstance(end, int) and 0 <= end < vocabulary else 0
     text = f"{len(files)} files" if files else "Python source"
     tokens = "its own tokenizer" if own is not None else f"{known} built-in tokens"
-    return Recipe(
-        name=source.name,
-        description=(
-            f"{type(config).__name__.removesuffix('Config')} of {source}, {'weights from its files' if has_weights else 'new weights'}, "
-            f"{batch_size} sequences of {sequence_length} tokens of {text} by {tokens}, AdamW"
-        ),
+    return _recipe(
+        task,
+        config,
+        source,
+        learning_rate,
+        f"{batch_size} sequences of {sequence_length} tokens of {text} by {tokens}",
         batch_size=batch_size,
         sequence_length=sequence_length,
+        batches=partial(_batches, known, tuple(files), own, end, batch_size, sequence_length),
+        keep_tokenizer=partial(copy_tokenizer, source) if own is not None else partial(write_built_in_tokenizer, known),
+    )
+
+
+def _recipe(task: ModelTask, config: Any, source: Path, learning_rate: float, data: str, **of_the_data: Any) -> Recipe:
+    """What the runs have in common, beside fields that follow from the data."""
+    has_weights = _has_weights(source)
+    kind, weights = (
+        type(config).__name__.removesuffix("Config"),
+        "weights from its files" if has_weights else "new weights",
+    )
+    return Recipe(
+        name=source.name,
+        description=f"{kind} of {source}, {weights}, {data}, AdamW",
         build_model=builder_of(task, config),
         build_optimizer=partial(build_adamw, learning_rate=learning_rate),
         build_scheduler=build_warmup,
         loss=task.loss,
-        batches=partial(_batches, known, tuple(files), own, end, batch_size, sequence_length),
-        keep_tokenizer=partial(copy_tokenizer, source) if own is not None else partial(write_built_in_tokenizer, known),
         is_large=True,
         weights=source if has_weights else None,
+        **of_the_data,
     )
 
 
@@ -112,23 +125,17 @@ def _image_recipe(
         raise UsageError("--data names one file of images: a safetensors file with the tensors 'images' and 'labels'")
     shape, classes = image_shape(config), class_count(config)
     images = FileImages(files[0], shape, classes) if files else DrawnImages(shape, classes)
-    has_weights = _has_weights(source)
-    return Recipe(
-        name=source.name,
-        description=(
-            f"{type(config).__name__.removesuffix('Config')} of {source}, {'weights from its files' if has_weights else 'new weights'}, "
-            f"{batch_size} images of {'x'.join(map(str, shape))}{f' of {files[0]}' if files else ', drawn'}, {classes} classes, AdamW"
-        ),
+    size = "x".join(map(str, shape))
+    return _recipe(
+        task,
+        config,
+        source,
+        learning_rate,
+        f"{batch_size} images of {size}{f' of {files[0]}' if files else ', drawn'}, {classes} classes",
         batch_size=batch_size,
         sequence_length=None,
-        build_model=builder_of(task, config),
-        build_optimizer=partial(build_adamw, learning_rate=learning_rate),
-        build_scheduler=build_warmup,
-        loss=task.loss,
         batches=partial(ImageStream, images, batch_size),
         keep_tokenizer=lambda _: None,
-        is_large=True,
-        weights=source if has_weights else None,
     )
 
 
