@@ -21,6 +21,8 @@ from memfit.core.step import Step, Transfer
 from memfit.core.tiers import TIERS, Tier
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
+from memfit.prediction.clock import Pace
+from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
@@ -259,8 +261,11 @@ def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case)
     calls = case.plan.calls if data.draw(st.booleans()) else ()
     other = replace(case.plan, blocks=blocks, calls=calls)
     device = data.draw(st.sampled_from(["cpu", "gpu"]))
-    known = KnownFacts()
+    known, pace = KnownFacts(), Pace(MACHINE)
     for plan in data.draw(st.permutations([case.plan, other, case.plan, other])):
         schedule = build_step(plan, case.profile, clips_norm=case.clips_norm)
+        assert build_step(plan, case.profile, clips_norm=case.clips_norm, known=known) == schedule
         alone = lower(schedule, plan, case.profile, device=device)
         assert lower(schedule, plan, case.profile, device=device, known=known) == alone
+        assert lower(schedule, plan, case.profile, device=device, known=known, is_built=True) == alone
+        assert appraise(alone, pace) == appraise(alone, MACHINE)

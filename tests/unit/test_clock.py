@@ -15,7 +15,7 @@ from memfit.core.schedule import Schedule, Start
 from memfit.core.step import Operation, Step, Token, Transfer
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind, summed
-from memfit.prediction.clock import Clock, fastest_products_per_s, work_seconds
+from memfit.prediction.clock import Clock, Pace, fastest_products_per_s, work_seconds
 from memfit.prediction.predict import predict
 
 LINK = Link(read_bytes_per_s=100.0, write_bytes_per_s=50.0)
@@ -85,7 +85,7 @@ def test_an_interval_holds_the_prediction_and_grows_with_the_spread() -> None:
         moving("read", 600),
         Operation(action=Start(microbatch=0), waits=(Token("fetch", "a"),), work=((WorkKind.STREAMED, 40.0),)),
     )
-    times = {sign: max(t.end_s for t in Clock(hardware, sign=sign).run(step)) for sign in (-1, 0, 1)}
+    times = {sign: max(t.end_s for t in Clock(Pace(hardware, sign=sign)).run(step)) for sign in (-1, 0, 1)}
     assert times[0] == pytest.approx(6 + 4)
     assert times[-1] == pytest.approx(6 * 1.5 + 4 * 1.25)
     assert times[1] == pytest.approx(6 / 1.5 + 4 / 1.25)

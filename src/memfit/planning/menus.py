@@ -98,13 +98,18 @@ def list_policies(trace: TraceProfile, calls: frozenset[int], tiers: Sequence[Ti
     return tuple(found)
 
 
-def may_have(call: CallProfile, policy: CallPlan, profile: Profile) -> bool:
+def may_have(call: CallProfile, policy: CallPlan, written: frozenset[str]) -> bool:
     """Tells whether a call may have a policy.
 
     One that changes what it was given (a key-value cache), a weight or what it keeps cannot be run
     again.
+
+    Args:
+        call: of the model.
+        policy: that it might have.
+        written: blocks with a parameter that the forward changes.
     """
     if policy.saved.policy.keeps_all:
         return True
-    changes = call.runs_once or not profile.written_blocks.isdisjoint(call.blocks)
+    changes = call.runs_once or not written.isdisjoint(call.blocks)
     return not call.must_keep and not (policy.saved.policy.recomputes and changes)

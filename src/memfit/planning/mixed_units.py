@@ -72,11 +72,13 @@ def mixed_plan(frame: Plan, profile: Profile, units: Units, mixture: Mixture) ->
     """
     trace = next(iter(profile.traces.values()))
     policies = [CallPlan()] * len(trace.calls)
+    written = profile.written_blocks
     for index, policy in zip(units.calls, mixture.policies, strict=True):
-        if may_have(trace.calls[index], policy, profile):
+        if may_have(trace.calls[index], policy, written):
             # A segment ends before a call that cannot have its policy.
             is_joined = policy.joins_previous and policies[index - 1].saved is policy.saved
-            policies[index] = policy if is_joined else replace(policy, joins_previous=False)
+            is_alone = policy.joins_previous and not is_joined
+            policies[index] = replace(policy, joins_previous=False) if is_alone else policy
     wanted: dict[str, BlockPlan] = {}
     groups = zip((*units.blocks, *units.ends), (*mixture.homes, *mixture.ends), strict=True)
     for names, homes in groups:

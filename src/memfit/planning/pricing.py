@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from memfit.core.errors import UsageError
@@ -26,6 +26,7 @@ from memfit.planning.bounds import commit_seconds, compute_seconds, update_secon
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.classics import list_classics
 from memfit.prediction.bytes import peaks
+from memfit.prediction.clock import Pace
 from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.known_facts import KnownFacts
@@ -121,6 +122,11 @@ class PlanQuestion:
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
     known: KnownFacts = field(default_factory=KnownFacts)
 
+    @cached_property
+    def pace(self) -> Pace:
+        """Speeds of the hardware."""
+        return Pace(self.hardware)
+
     def within(self, tensor_bytes: int) -> PlanQuestion:
         """Returns the same with another limit of the device, of so many bytes for tensors. What is
         known of plans is shared.
@@ -135,7 +141,7 @@ class PlanQuestion:
     def judge(self, priced: PricedCandidate, step: Step) -> BuiltCandidate:
         """Predicts the lowered step of a candidate, and says whether it fits."""
         plan = priced.candidate.plan
-        found = appraise(step, self.hardware)
+        found = appraise(step, self.pace)
         if plan.microbatches > 1 and self.checked_rows:
             found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan)))
         if self.scheme is not None:
@@ -157,7 +163,7 @@ class PlanQuestion:
     def lower(self, plan: Plan, *, is_itemized: bool = False) -> Step:
         """Builds the step of a plan and lowers it."""
         return lower(
-            build_step(plan, self.profile, clips_norm=self.clips_norm),
+            build_step(plan, self.profile, clips_norm=self.clips_norm, known=self.known),
             plan,
             self.profile,
             staging_bytes=self.staging_bytes,
@@ -165,6 +171,7 @@ class PlanQuestion:
             device=self.hardware.device,
             is_itemized=is_itemized,
             known=self.known,
+            is_built=True,
         )
 
     def allows(self, priced: PricedCandidate) -> bool:

@@ -34,8 +34,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware
 from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer
@@ -94,27 +95,83 @@ def _seconds(work: Work, rates: Mapping[WorkKind, float], *, launches_beside: bo
     return max(total, launched)
 
 
-class Clock:
-    """Simulates a step on a `Hardware`; without one, only bytes are counted and all seconds are 0.
-    See [Note: the clock].
+class _Lane(NamedTuple):
+    """One direction of a link: its name, bytes a second alone and while the other one has work,
+    seconds beside the bytes.
+    """
+
+    name: str
+    alone: float
+    both: float
+    latency_s: float
+
+
+class Pace:
+    """Speeds of a machine as clocks take them, found once for many steps.
 
     Args:
         hardware: the machine.
-        records: keeps `intervals`.
         sign: 0: at its rates; 1 or -1: all rates fast or slow. See [Note: the interval].
     """
 
-    def __init__(self, hardware: Hardware | None, *, records: bool = False, sign: int = 0) -> None:
-        self._hardware = hardware
+    def __init__(self, hardware: Hardware, *, sign: int = 0) -> None:
+        self.hardware = hardware
         self._sign = sign
-        self._records = records and hardware is not None
+        self._rates = _per_s(rates_of(hardware), sign)
+        self._host_rates = _per_s(host_rates_of(hardware), sign)
+        self._launches_beside = not is_processor(hardware.device)
+        # Seconds by work: segments share theirs among microbatches, and steps among plans.
+        self._known_s: dict[Work, float] = {}
+        self._host_known_s: dict[Work, float] = {}
+        self._lanes: dict[tuple[Tier, str], _Lane] = {}
+        self.slows_compute = any(spec.link and spec.link.compute_share < 1 for spec in hardware.tiers.values()) or any(
+            link.compute_share < 1 for link in hardware.network.values()
+        )
+
+    def work_s(self, work: Work) -> float:
+        """Seconds of work on the device."""
+        found = self._known_s.get(work)
+        if found is None:
+            found = self._known_s[work] = _seconds(work, self._rates, launches_beside=self._launches_beside)
+        return found
+
+    def host_work_s(self, work: Work) -> float:
+        """Seconds of work on the host's cores."""
+        found = self._host_known_s.get(work)
+        if found is None:
+            found = self._host_known_s[work] = _seconds(work, self._host_rates)
+        return found
+
+    def lane(self, tier: Tier, direction: str) -> _Lane:
+        """One direction of a tier's link.
+
+        Raises:
+            PlanError: the machine has no such tier.
+        """
+        found = self._lanes.get((tier, direction))
+        if found is None:
+            link, is_read = self.hardware.link(tier), direction == "read"
+            alone = _shifted(link.read_bytes_per_s if is_read else link.write_bytes_per_s, link.spread, self._sign)
+            both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
+            both = alone if both is None else _shifted(both, link.spread, self._sign)
+            found = self._lanes[tier, direction] = _Lane(f"{tier} {direction}", alone, both, link.latency_s)
+        return found
+
+
+class Clock:
+    """Simulates a step on a machine; without one, only bytes are counted and all seconds are 0.
+    See [Note: the clock].
+
+    Args:
+        pace: of the machine.
+        records: keeps `intervals`.
+    """
+
+    def __init__(self, pace: Pace | Hardware | None, *, records: bool = False) -> None:
+        self._pace = pace = Pace(pace) if isinstance(pace, Hardware) else pace
+        self._records = records and pace is not None
         self._moment = -1
         self.intervals: list[Interval] = []
-        self._rates = None if hardware is None else _per_s(rates_of(hardware), sign)
-        self._host_rates = None if hardware is None else _per_s(host_rates_of(hardware), sign)
-        self._launches_beside = hardware is not None and not is_processor(hardware.device)
-        # Seconds by work: segments share theirs among microbatches.
-        self._known_s: dict[Work, float] = {}
         # When the host's cores are through with the updates that they were given.
         self._host_free_s = 0.0
         self.now_s = 0.0
@@ -152,9 +209,9 @@ class Clock:
 
     def commit_seconds(self, step: Step) -> float:
         """Returns the seconds of the step's share of a commit, which nothing else runs beside."""
-        if self._hardware is None:
+        if self._pace is None:
             return 0.0
-        return sum(t.nbytes / self._bytes_per_s(t.tier, t.direction) for t in step.commit)
+        return sum(t.nbytes / self._pace.lane(t.tier, t.direction).alone for t in step.commit)
 
     def _note(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         if self._records and end_s > start_s:
@@ -166,27 +223,30 @@ class Clock:
     def _take(self, operation: Operation) -> ActionTime:
         self._moment += 1
         start = self.now_s
-        self._wait(operation.waits)
+        if operation.waits:
+            self._wait(operation.waits)
         if operation.work:
             start = self.now_s  # what computes is shown without its stall
-        end = begin = max([self.now_s, *(self._done_s.get(token, 0.0) for token in operation.after)])
+        begin = self.now_s
+        for token in operation.after:
+            begin = max(begin, self._done_s.get(token, 0.0))
         for transfer in operation.awaited:
-            end = begin = self._stop(transfer, begin)
+            begin = self._stop(transfer, begin)
         if operation.behind is not None:
-            end = begin = max(begin, self._come_s.get(operation.behind, 0.0))
-        come = begin
+            begin = max(begin, self._come_s.get(operation.behind, 0.0))
+        end = come = begin
         for transfer in operation.transfers:
             moved = self._serve(transfer, end if operation.is_chain else begin)
             end = max(end, moved)
             if transfer.direction == "read":
                 come = max(come, moved)
-        if operation.work and self._rates is not None:
+        if operation.work and self._pace is not None:
             began = self.now_s
-            self._compute(operation.work, self._rates)
+            self._compute(self._pace.work_s(operation.work), self._pace)
             self._note(COMPUTE_LANE, "work", "", began, self.now_s)
-        if operation.host_work and self._host_rates is not None:
+        if operation.host_work and self._pace is not None:
             began = max(begin, self._host_free_s)
-            self._host_free_s = began + _seconds(operation.host_work, self._host_rates)
+            self._host_free_s = began + self._pace.host_work_s(operation.host_work)
             self._work(HOST_LANE, self._host_free_s - began)
             self._note(HOST_LANE, "work", "", began, self._host_free_s)
             end = max(end, self._host_free_s)
@@ -200,64 +260,56 @@ class Clock:
         return ActionTime(start_s=start, end_s=end)
 
     def _serve(self, transfer: Transfer, begin: float) -> float:
-        counter = self.bytes_read if transfer.direction == "read" else self.bytes_written
-        if transfer.tier is NETWORK:
+        tier, direction, category, nbytes, crosses = transfer
+        counter = self.bytes_read if direction == "read" else self.bytes_written
+        if tier is NETWORK:
             counter = self.bytes_received
-        counter[transfer.category] += transfer.nbytes
-        if self._hardware is None:
+        counter[category] = counter.get(category, 0) + nbytes
+        if self._pace is None:
             return begin
-        end = self._pass(transfer.tier, transfer, begin)
-        if transfer.crosses is not None and transfer.crosses in self._hardware.tiers:
-            end = max(end, self._pass(transfer.crosses, transfer, begin))
+        end = self._pass(tier, transfer, begin, self._pace)
+        if crosses is not None and crosses in self._pace.hardware.tiers:
+            end = max(end, self._pass(crosses, transfer, begin, self._pace))
         return end
 
-    def _pass(self, tier: Tier, transfer: Transfer, begin: float) -> float:
+    def _pass(self, tier: Tier, transfer: Transfer, begin: float, pace: Pace) -> float:
         """Puts a transfer into the queue of one link; returns when it is through."""
-        queue = tier, transfer.direction
+        direction, nbytes = transfer.direction, transfer.nbytes
+        queue = tier, direction
+        name, alone, both, latency_s = pace.lane(tier, direction)
         began = max(begin, self._free_s.get(queue, 0.0))
-        self._free_s[queue] = began + self._transfer_s(tier, transfer, began)
-        lane = f"{tier} {transfer.direction}"
-        self._work(lane, self._free_s[queue] - began)
-        self._note(lane, "transfer", transfer.category, began, self._free_s[queue], transfer.nbytes)
-        return self._free_s[queue]
-
-    def _transfer_s(self, tier: Tier, transfer: Transfer, began: float) -> float:
-        """Seconds of a transfer on a link: slower while the other direction has work."""
-        alone = self._bytes_per_s(tier, transfer.direction)
-        assert self._hardware is not None, "asked where there is a machine"
-        link, is_read = self._hardware.link(tier), transfer.direction == "read"
-        both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
-        both = alone if both is None else _shifted(both, link.spread, self._sign)
         if both >= alone:
-            return link.latency_s + transfer.nbytes / alone
-        beside_s = self._free_s.get((tier, "write" if is_read else "read"), 0.0) - began
-        shared_s = min(max(beside_s, 0.0), transfer.nbytes / both)
-        return link.latency_s + shared_s + (transfer.nbytes - shared_s * both) / alone
+            end = began + (latency_s + nbytes / alone)
+        else:
+            # Slower while the other direction has work.
+            beside_s = self._free_s.get((tier, "write" if direction == "read" else "read"), 0.0) - began
+            shared_s = min(max(beside_s, 0.0), nbytes / both)
+            end = began + (latency_s + shared_s + (nbytes - shared_s * both) / alone)
+        self._free_s[queue] = end
+        self.busy_s[name] = self.busy_s.get(name, 0.0) + (end - began)
+        if self._records:
+            self._note(name, "transfer", transfer.category, began, end, nbytes)
+        return end
 
-    def _compute(self, work: Work, rates: Mapping[WorkKind, float]) -> None:
-        """Computes, slower while a link has work."""
-        left_s = self._known_s.get(work)
-        if left_s is None:
-            left_s = self._known_s[work] = _seconds(work, rates, launches_beside=self._launches_beside)
+    def _compute(self, left_s: float, pace: Pace) -> None:
+        """Computes for so long, slower while a link has work."""
         self._work(COMPUTE_LANE, left_s)
-        assert self._hardware is not None, "asked where there is a machine"
+        if not pace.slows_compute:
+            self.now_s += left_s
+            return
+        hardware = pace.hardware
         busy: dict[Tier, float] = {}
         for (tier, _), free_s in self._free_s.items():
-            if free_s > self.now_s and self._hardware.link(tier).compute_share < 1:
+            if free_s > self.now_s and hardware.link(tier).compute_share < 1:
                 busy[tier] = max(busy.get(tier, 0.0), free_s)
         # While several links have work, the one that slows most counts.
         for tier in sorted(busy, key=lambda one: busy[one]):
-            slowest = min(self._hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])
+            slowest = min(hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])
             beside_s = max(0.0, busy[tier] - self.now_s)
             done_s = min(left_s, beside_s * slowest)
             self.now_s += done_s / slowest
             left_s -= done_s
         self.now_s += left_s
-
-    def _bytes_per_s(self, tier: Tier, direction: str) -> float:
-        assert self._hardware is not None, "asked where there is a machine"
-        link = self._hardware.link(tier)
-        return _shifted(_bytes_per_s(link, direction), link.spread, self._sign)
 
     def _stop(self, transfer: Transfer, begin: float) -> float:
         """Returns when a transfer that the main thread itself waits for is done."""
@@ -275,7 +327,3 @@ class Clock:
                 self.stalls_s[token.kind] = self.stalls_s.get(token.kind, 0.0) + done - self.now_s
                 self._note(COMPUTE_LANE, "stall", token.kind, self.now_s, done)
                 self.now_s = done
-
-
-def _bytes_per_s(link: Link, direction: str) -> float:
-    return link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s

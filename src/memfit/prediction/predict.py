@@ -14,7 +14,7 @@ from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Moment, Timeline
 from memfit.prediction.bytes import follow_tier, peaks
-from memfit.prediction.clock import Clock
+from memfit.prediction.clock import Clock, Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +93,22 @@ def _interval(step: Step, hardware: Hardware) -> tuple[float, float]:
 
 
 def _seconds(step: Step, hardware: Hardware, sign: int) -> float:
-    clock = Clock(hardware, sign=sign)
+    clock = Clock(Pace(hardware, sign=sign))
     times = clock.run(step)
     return max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step)
 
 
-def appraise(step: Step, hardware: Hardware) -> Appraisal:
-    """Predicts the sums only, for searches that look at many schedules."""
-    clock = Clock(hardware)
+def appraise(step: Step, hardware: Hardware | Pace) -> Appraisal:
+    """Predicts the sums only, for searches that look at many schedules.
+
+    Args:
+        step: made by `scheduling.lower`.
+        hardware: the machine, or its speeds where many steps are predicted for it.
+    """
+    pace = Pace(hardware) if isinstance(hardware, Hardware) else hardware
+    clock = Clock(pace)
     times, turns = clock.run_with_turns(step)
-    lanes = [HOST_LANE, *(f"{tier} {way}" for tier in hardware.away for way in ("read", "write"))]
+    lanes = [HOST_LANE, *(f"{tier} {way}" for tier in pace.hardware.away for way in ("read", "write"))]
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),

@@ -5,6 +5,7 @@ In: `Plan` and `Profile`. Out: `Schedule`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
@@ -14,11 +15,12 @@ from memfit.core.schedule import Action, Scale, Schedule, ScheduledCall
 from memfit.core.shape import describe_step
 from memfit.scheduling.activation_actions import place_activations
 from memfit.scheduling.gradient_actions import place_accumulates, place_updates, updates_in_backward
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.orders import ComputeOrder, merge, order_forward, order_step
 from memfit.scheduling.visit_actions import find_visits, place_visits
 
 
-def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
+def build_step(plan: Plan, profile: Profile, *, clips_norm: bool, known: KnownFacts | None = None) -> Schedule:
     """Builds a training step.
 
     In layer-major order each block's weights are fetched at most twice (forward and backward; the
@@ -30,11 +32,16 @@ def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
         profile: blocks and calls; any of its traces (all have the same calls).
         clips_norm: gradients are clipped by their global norm, so all updates wait for the end of
             backward.
+        known: facts about the profile that were found before, and are added to.
 
     Raises:
         PlanError: the plan does not belong to the model, or contradicts itself.
     """
-    order = order_step(plan, describe_step(plan, profile))
+    known = known or KnownFacts()
+    shape = known.shape(plan, profile)
+    key = "order", shape.segments, plan.microbatches, plan.order, shape.tail_segment
+    # Homes and policies change what is placed around it, not the order of computing itself.
+    order = known.found(key, lambda: order_step(plan, shape)).of_shape(shape)
     updates = updates_in_backward(plan, order, clips_norm=clips_norm)
     placed = [
         *place_visits(order, find_visits(order, updates, plan.prefetch), plan.prefetch),
@@ -43,7 +50,8 @@ def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
         *place_updates(plan, order, updates, clips_norm=clips_norm),
     ]
     begin: tuple[Action, ...] = (Scale(),) if plan.scales_losses else ()
-    return _schedule(profile, plan.microbatches, order, (*begin, *merge(order, placed)))
+    actions = (*begin, *merge(order, placed))
+    return _schedule(profile, plan.microbatches, order, actions, known)
 
 
 def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
@@ -62,18 +70,25 @@ def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
     plan = replace(plan, microbatches=microbatches)
     order = order_forward(plan, describe_step(plan, profile))
     visits = find_visits(order, {}, plan.prefetch)
-    return _schedule(profile, microbatches, order, merge(order, place_visits(order, visits, plan.prefetch)))
+    actions = merge(order, place_visits(order, visits, plan.prefetch))
+    return _schedule(profile, microbatches, order, actions, KnownFacts())
 
 
-def _schedule(profile: Profile, microbatches: int, order: ComputeOrder, actions: tuple[Action, ...]) -> Schedule:
+def _schedule(
+    profile: Profile, microbatches: int, order: ComputeOrder, actions: tuple[Action, ...], known: KnownFacts
+) -> Schedule:
     names = tuple(b.name for b in profile.blocks)
-    index = {name: i for i, name in enumerate(names)}
-    calls = next(iter(profile.traces.values())).calls
     return Schedule(
         blocks=names,
-        calls=tuple(ScheduledCall(site=c.site, blocks=tuple(index[b] for b in c.blocks)) for c in calls),
+        calls=known.found("calls", lambda: _calls(profile, names)),
         microbatches=microbatches,
         actions=actions,
         tail=order.tail,
         is_interleaved=order.is_interleaved,
     )
+
+
+def _calls(profile: Profile, names: Sequence[str]) -> tuple[ScheduledCall, ...]:
+    index = {name: i for i, name in enumerate(names)}
+    calls = next(iter(profile.traces.values())).calls
+    return tuple(ScheduledCall(site=c.site, blocks=tuple(index[b] for b in c.blocks)) for c in calls)

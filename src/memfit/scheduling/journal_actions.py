@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from memfit.core.errors import PlanError
 from memfit.core.schedule import Action, Backward, Clear, Commit, Decide, Keep, Schedule, Update
+from memfit.core.step import Token
 
 
 def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
@@ -40,3 +42,14 @@ def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
     rest = [a for a in actions[first:] if not isinstance(a, Update)]
     in_turns: list[Action] = [Decide(), *ordered, *(Keep(tuple(turn)) for turn in turns)]
     return replace(schedule, actions=(*actions[:first], *in_turns, *rest))
+
+
+def kept_token(action: Keep) -> Token:
+    """Returns the token of a turn's commit."""
+    return Token("keep", str(action))
+
+
+def turns_before(schedule: Schedule) -> dict[int, list[Token]]:
+    """Returns, by block, what is kept before its update changes anything."""
+    turns = [action for action in schedule if isinstance(action, Keep)]
+    return {b: [kept_token(before)] for before, turn in pairwise(turns) for b in turn.blocks}

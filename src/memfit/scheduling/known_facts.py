@@ -28,6 +28,16 @@ class KnownFacts:
         self._of_traces: dict[int, SegmentFacts] = {}
         self._of_plans: dict[Any, SegmentFacts] = {}
         self._found: dict[Any, Any] = {}
+        self._alike: dict[str, str] = {}
+        self._described: tuple[Plan, StepShape] | None = None
+
+    def shape(self, plan: Plan, profile: Profile) -> StepShape:
+        """Returns the shape of a plan's step. A plan is built and lowered in turn: the last one is
+        known.
+        """
+        if self._described is None or self._described[0] is not plan:
+            self._described = plan, describe_step(plan, profile)
+        return self._described[1]
 
     def segments(
         self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile, *, is_training: bool = True
@@ -41,11 +51,33 @@ class KnownFacts:
         key = trace.rows, plan.calls, plan.cut_tail, plan.microbatches, plan.order, plan.ranks
         found = self._of_plans.get(key)
         if found is None:
-            found = self._of_plans[key] = SegmentFacts(trace, plan, shape, profile)
+            first = self._of_traces.get(trace.rows)
+            found = SegmentFacts(trace, plan, shape, profile, None if first is None else first.storages)
             found.take_trace_facts(self._of_traces.setdefault(trace.rows, found))
+            self._of_plans[key] = found
         return found
 
-    def of_update(self, plan: Plan, name: str, key: Any, find: Callable[[], _FoundT]) -> _FoundT:
+    def alike(self, profile: Profile, name: str) -> str:
+        """Returns the name of the first block that is equal to this one in all that an update does
+        with it: parameters, gradients, states.
+        """
+        if not self._alike:
+            first: dict[Any, str] = {}
+            for block in profile.blocks:
+                role = (
+                    tuple((p.shape, p.dtype, p.nbytes, p.requires_grad, p.master_nbytes) for p in block.parameters),
+                    tuple(profile.updates.get(p.name) for p in block.parameters),
+                    profile.state_bytes.get(block.name),
+                    profile.resting_state_bytes(block.name),
+                    profile.encoded_elements.get(block.name),
+                    block.encoded_bytes,
+                )
+                self._alike[block.name] = first.setdefault(role, block.name)
+        return self._alike[name]
+
+    def of_update(
+        self, plan: Plan, name: str, key: Any, find: Callable[[], _FoundT], *, like: str | None = None
+    ) -> _FoundT:
         """Returns what is known of a block's update, or finds it.
 
         Args:
@@ -53,9 +85,10 @@ class KnownFacts:
             name: of the block.
             key: what else it depends on.
             find: finds it.
+            like: name of a block of which it would be the same (`alike`).
         """
         whole = (
-            name,
+            name if like is None else like,
             plan.block(name),
             plan.ranks,
             plan.splits_masters,

@@ -34,7 +34,7 @@ from enum import Enum
 
 from memfit.core.storage_profile import StorageProfile
 from memfit.scheduling.segment_facts import SegmentFacts
-from memfit.scheduling.segment_storages import END, SEED
+from memfit.scheduling.segment_storages import SEED
 
 
 class ActivationEvent(Enum):
@@ -148,7 +148,7 @@ class Lifetimes:
                     self._let_go(s)
                 self.gradient_bytes = facts.gradient_bytes[-1]
                 count = len(facts.trace.calls)
-                held = sum(s.nbytes for s in self.alive.values() if facts.plain_release.get(s.index) == count)
+                held = self._alive_bytes_of(count)
                 return facts.trace.seed_peak_bytes + held, 0
 
     def _make(self, segment: int, moves: set[int]) -> None:
@@ -232,14 +232,16 @@ class Lifetimes:
         for s in self._on_backward.pop(segment, ()):
             self._let_go(s)
         first, last = facts.shape.segments[segment]
-        still_held = sum(
-            s.nbytes for s in self.alive.values() if first <= facts.plain_release.get(s.index, END) <= last
-        )
+        still_held = sum(map(self._alive_bytes_of, range(first, last + 1)))
         self.copies.pop(segment, None)
         self.extra_bytes -= facts.selected_bytes(segment)
         self.extra_bytes -= facts.extra_held_bytes(segment, leaves=False if segment in moves else None)
         self.gradient_bytes = facts.gradient_bytes[first]
         return facts.backward_rise(segment) + still_held
+
+    def _alive_bytes_of(self, call: int) -> int:
+        """Sums what is alive of the storages that a call's backward lets go of in the plain run."""
+        return sum(s.nbytes for s in self.facts.released_in.get(call, ()) if s.index in self.alive)
 
     def _end(self) -> None:
         self.keepers.clear()

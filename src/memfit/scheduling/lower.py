@@ -16,9 +16,9 @@ What waits for what is `core.schedule`'s [Note: what an action means], as tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile, TraceProfile
@@ -42,14 +42,16 @@ from memfit.core.schedule import (
     Start,
     Update,
 )
-from memfit.core.shape import StepShape, describe_step
+from memfit.core.shape import StepShape
 from memfit.core.shares import Share
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
 from memfit.core.work_kinds import WorkKind, summed
 from memfit.scheduling.activation_bytes import ActivationBytes
+from memfit.scheduling.given_tokens import GivenTokens
 from memfit.scheduling.gradient_bytes import GradientBytes
+from memfit.scheduling.journal_actions import kept_token, turns_before
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.microbatch_traces import traces_of
 from memfit.scheduling.operation_draft import OperationDraft
@@ -74,14 +76,8 @@ from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, TAIL_ENTRY, 
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
-_FETCH, _RELOAD, _OFFLOAD, _ACCUMULATE, _UPDATE, _SPREAD = (
-    "fetch",
-    "reload",
-    "offload",
-    "accumulate",
-    "update",
-    "spread",
-)
+_FETCH, _RELOAD, _OFFLOAD = "fetch", "reload", "offload"
+_ACCUMULATE, _UPDATE, _SPREAD = "accumulate", "update", "spread"
 
 
 def lower(
@@ -96,6 +92,7 @@ def lower(
     device: str = "cpu",
     is_itemized: bool = False,
     known: KnownFacts | None = None,
+    is_built: bool = False,
 ) -> Step:
     """Gives each action of a legal schedule its meaning under a plan.
 
@@ -117,16 +114,19 @@ def lower(
         is_itemized: activations are owned by what made them ("C5"), not by their microbatch ("m0"):
             for reports, slower.
         known: facts about the profile that were found before, and are added to.
+        is_built: the schedule was built from this plan, so that all that it names is there.
 
     Raises:
         PlanError: no trace of that many rows; the schedule is of another model or plan
             (`scheduling.references`).
     """
     # A forward-only pass may have fewer.
-    plan_of_pass = replace(plan, microbatches=schedule.microbatches)
-    shape = describe_step(plan_of_pass, profile)
-    check_references(schedule, profile, shape, microbatches=plan.microbatches)
+    is_whole = schedule.microbatches == plan.microbatches
+    plan_of_pass = plan if is_whole else replace(plan, microbatches=schedule.microbatches)
     known = known or KnownFacts()
+    shape = known.shape(plan_of_pass, profile)
+    if not is_built:
+        check_references(schedule, profile, shape, microbatches=plan.microbatches)
     traces = traces_of(profile, microbatches or plan.microbatches, known)
     if len(traces) != schedule.microbatches:
         # A pass over a part of the batch: it may be the larger microbatches.
@@ -186,6 +186,7 @@ class _Lowering:
         self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
+        self._handlers = self._all_handlers()
         self._homes = [plan.block(block.name) for block in profile.blocks]
         self._travels = any(
             not updates_in_place(tier, device)
@@ -205,14 +206,28 @@ class _Lowering:
         # Backwards of the running tail that are still to come.
         self._tail_left = 0
         # In a journal: what is kept before a block's update changes anything.
-        self._turn_before = _turns_before(schedule)
+        self._turn_before = turns_before(schedule)
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
-        # Tokens that were given, in order; blocks whose gradient left before the compute action
-        # that runs next.
-        self._given: dict[Token, None] = {}
+        self._tokens = GivenTokens(self._owner)
+        # Blocks whose gradient left before the compute action that runs next.
         self._leaving: list[int] = []
         self._spread_bytes = 0
         self._pipeline: Token | None = None  # its last update
+
+    def _all_handlers(self) -> dict[type, Callable[[Any], None]]:
+        # By class, not by patterns: every action of every candidate of a planner passes here.
+        return {
+            **dict.fromkeys((Start, Forward, Backward, Seed), self._compute),
+            **dict.fromkeys((Offload, Drop, Reload), self._move),
+            Fetch: self._fetch,
+            Release: self._release,
+            Accumulate: self._accumulate,
+            Clear: self._clear,
+            Update: self._update,
+            Spread: self._spread,
+            Keep: self._keep,
+            Commit: self._commit,
+        }
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
@@ -229,6 +244,7 @@ class _Lowering:
                     staging_bytes=self._staging_bytes,
                     traces=self._traces,
                     device=self._device,
+                    known=self._known,
                 )
             ),
             operations=tuple(self._lower(action) for action in self._schedule),
@@ -244,65 +260,62 @@ class _Lowering:
         if not self._tail_left:
             self._gradients.end_arrivals()
         self._activations.end_cuts()
-        match action:
-            case Start() | Forward() | Backward() | Seed():
-                self._compute(action)
-            case Offload() | Drop() | Reload():
-                self._move(action)
-            case _:
-                draft.during = list(draft.changes)
-                self._move_home(action)
-                for tier, nbytes in self._line.peak_bytes.items():
-                    draft.change("staging", "updates", nbytes - self._line_bytes[tier], tier)
-                self._line_bytes = dict(self._line.peak_bytes)
+        if draft.changes:
+            draft.during = list(draft.changes)
+        self._handlers.get(type(action), self._wait_for_kinds)(action)
+        line_bytes = self._line.peak_bytes
+        if line_bytes != self._line_bytes:
+            for tier, nbytes in line_bytes.items():
+                draft.change("staging", "updates", nbytes - self._line_bytes[tier], tier)
+            self._line_bytes = dict(line_bytes)
         if draft.gives is not None:
-            self._given[draft.gives] = None
+            self._tokens.give(draft.gives)
         return draft.finish(action)
 
-    def _move_home(self, action: Action) -> None:
-        """Lowers what concerns weights, gradients and updates."""
-        draft = self._draft
-        match action:
-            case Fetch(block=b):
-                self._line.wait(b)
-                self._visiting.add(b)
-                size = self._weight_bytes[b]
-                draft.change("weight", self._owner[b], size)
-                draft.after = self._waits(_UPDATE, b)
-                self._fetch_from(b, size)
-                draft.gives = Token(_FETCH, self._owner[b])
-            case Release(block=b):
-                draft.change("weight", self._owner[b], -self._weight_bytes[b])
-                self._visiting.discard(b)
-                draft.waits = [*self._waits(_FETCH, b), *self._updated(b)]
-            case Accumulate(block=b):
-                self._accumulate(b)
-            case Clear(block=b):
-                self._gradients.clear(b)
-                draft.waits = self._updated(b)
-            case Update(block=b):
-                self._update(b)
-            case Spread(block=b):
-                draft.waits = self._updated(b)
-                # One after the other: the largest one's staging, until all are waited for.
-                size = spread_bytes(self._plan, self._profile, self._profile.blocks[b])
-                draft.change("staging", "weights among ranks", max(size - self._spread_bytes, 0))
-                self._spread_bytes = max(size, self._spread_bytes)
-                draft.after = self._waits(_UPDATE, b)
-                draft.receive("weight", received_weight_bytes(self._plan, self._profile.blocks[b]))
-                draft.gives = Token(_SPREAD, self._owner[b])
-            case Keep(blocks=blocks):
-                for b in blocks:
-                    self._line.wait(b)
-                draft.waits = [token for b in blocks for token in self._waits(_UPDATE, b)]
-                draft.gives = _kept(action)
-            case Commit():
-                self._wait_for_kinds(action.waits_for)
-                if self._plan.is_atomic and self._staging_bytes:
-                    beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
-                    draft.rise(beside, "staging", "new versions", _COMPLETING_BYTES)
-            case _:
-                self._wait_for_kinds(getattr(action, "waits_for", ()))
+    # --- weights, gradients and updates
+
+    def _fetch(self, action: Fetch) -> None:
+        draft, b = self._draft, action.block
+        self._line.wait(b)
+        self._visiting.add(b)
+        size = self._weight_bytes[b]
+        draft.change("weight", self._owner[b], size)
+        draft.after = self._tokens.waits(_UPDATE, b)
+        self._fetch_from(b, size)
+        draft.gives = self._tokens.of_block(_FETCH, b)
+
+    def _release(self, action: Release) -> None:
+        b = action.block
+        self._draft.change("weight", self._owner[b], -self._weight_bytes[b])
+        self._visiting.discard(b)
+        self._draft.waits = [*self._tokens.waits(_FETCH, b), *self._updated(b)]
+
+    def _clear(self, action: Clear) -> None:
+        self._gradients.clear(action.block)
+        self._draft.waits = self._updated(action.block)
+
+    def _spread(self, action: Spread) -> None:
+        draft, b = self._draft, action.block
+        draft.waits = self._updated(b)
+        # One after the other: the largest one's staging, until all are waited for.
+        size = spread_bytes(self._plan, self._profile, self._profile.blocks[b])
+        draft.change("staging", "weights among ranks", max(size - self._spread_bytes, 0))
+        self._spread_bytes = max(size, self._spread_bytes)
+        draft.after = self._tokens.waits(_UPDATE, b)
+        draft.receive("weight", received_weight_bytes(self._plan, self._profile.blocks[b]))
+        draft.gives = self._tokens.of_block(_SPREAD, b)
+
+    def _keep(self, action: Keep) -> None:
+        for b in action.blocks:
+            self._line.wait(b)
+        self._draft.waits = [token for b in action.blocks for token in self._tokens.waits(_UPDATE, b)]
+        self._draft.gives = kept_token(action)
+
+    def _commit(self, action: Commit) -> None:
+        self._wait_for_kinds(action)
+        if self._plan.is_atomic and self._staging_bytes:
+            beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
+            self._draft.rise(beside, "staging", "new versions", _COMPLETING_BYTES)
 
     def _fetch_from(self, block: int, size: int) -> None:
         """Lowers where a visit's bytes come from: the block's home, or this rank's share of it
@@ -315,8 +328,8 @@ class _Lowering:
         if home.weights_over is Share.DATA:
             self._draft.receive("weight", received_weight_bytes(self._plan, profiled))
 
-    def _accumulate(self, block: int) -> None:
-        draft = self._draft
+    def _accumulate(self, action: Accumulate) -> None:
+        draft, block = self._draft, action.block
         draft.waits = self._take_leaving()
         made = self._gradients.accumulate(block)
         if made:
@@ -329,7 +342,7 @@ class _Lowering:
             draft.receive("gradient", received_gradient_bytes(self._plan, profiled))
         else:
             size = flat_gradient_bytes(profiled)
-        draft.after = self._waits(_ACCUMULATE, block)
+        draft.after = self._tokens.waits(_ACCUMULATE, block)
         # The first gradient overwrites what is at home. A later one is added: where the sum rests
         # out of the processor's reach, it is read for that, and the main thread waits for it.
         if draft.after and size and not updates_in_place(home, self._device):
@@ -337,15 +350,15 @@ class _Lowering:
         if home is not Tier.DEVICE:
             draft.transfer(home, "write", "gradient", size)
         self._leaving.append(block)
-        draft.gives = Token(_ACCUMULATE, self._owner[block])
+        draft.gives = self._tokens.of_block(_ACCUMULATE, block)
 
-    def _update(self, block: int) -> None:
+    def _update(self, action: Update) -> None:
         """Lowers an update, whose reads, work and writes are a pipeline: it ends with the slowest
         of the three.
         """
-        draft = self._draft
+        draft, block = self._draft, action.block
         # A visit that no call waited for still arrives, and would overwrite what is updated.
-        draft.waits = [*self._take_leaving(), *(self._waits(_FETCH, block) if block in self._visiting else ())]
+        draft.waits = [*self._take_leaving(), *(self._tokens.waits(_FETCH, block) if block in self._visiting else ())]
         self._line.submit(block, is_here=self._is_here(block))
         plan, profile, name = self._plan, self._profile, self._shape.blocks[block]
         is_visiting = block in self._visiting
@@ -355,14 +368,15 @@ class _Lowering:
             ("traffic", is_visiting, self._device),
             lambda: update_traffic(plan, profile, block, is_visiting=is_visiting, device=self._device),
         )
-        draft.after = [*self._waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
+        draft.after = [*self._tokens.waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
         # What the host's cores work on comes to host memory, and goes no further.
         way = Transfer if self._updates_on_host[block] else draft.way
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain = False
-        draft.behind, self._pipeline = self._pipeline, Token(_UPDATE, self._owner[block])
+        draft.gives = self._tokens.of_block(_UPDATE, block)
+        draft.behind, self._pipeline = self._pipeline, draft.gives
         work = self._known.of_update(plan, name, "work", lambda: update_work(plan, profile, block))
         if self._updates_on_host[block]:
             draft.host_work = work
@@ -373,7 +387,6 @@ class _Lowering:
             # else they would only take backward's cores.
             is_beside = self._travels or not is_processor(self._device)
             draft.update_place = UpdatePlace.BESIDE if is_beside else UpdatePlace.AT_ONCE
-        draft.gives = Token(_UPDATE, self._owner[block])
 
     # --- computing
 
@@ -415,17 +428,18 @@ class _Lowering:
         draft, segment, facts = self._draft, self._segment[action.first], self._facts[action.microbatch]
         is_backward = isinstance(action, Backward)
         draft.needs = self._shape.needs[segment]
-        draft.waits = [token for b in draft.needs for token in self._waits(_FETCH, b)]
+        draft.waits = [token for b in draft.needs for token in self._tokens.waits(_FETCH, b)]
         if is_backward:
-            draft.waits = [*draft.waits, *self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
+            draft.waits = [*draft.waits, *self._tokens.only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
         is_switch = self._schedule.is_interleaved and not is_backward
-        key = (segment, is_backward, is_adding, is_switch)
-        if key not in facts.work:
+        key = ("work", facts.roles[segment], is_backward, is_adding, is_switch)
+        found = facts.of_segments.get(key)
+        if found is None:
             work = segment_work(facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
             sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
             switches = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
-            facts.work[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
-        draft.work = facts.work[key]
+            found = facts.of_segments[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
+        draft.work = found
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()
 
@@ -439,7 +453,7 @@ class _Lowering:
                 self._away[action.call, action.microbatch] = (tier, moved)
                 draft.change("activation", f"C{action.call}", moved, tier)
             case Drop():
-                draft.waits = self._given_only(Token(_OFFLOAD, key))
+                draft.waits = self._tokens.only(Token(_OFFLOAD, key))
             case Reload():
                 # Nothing comes back in an illegal schedule, that offloads nothing before.
                 tier, _ = self._away.get((action.call, action.microbatch), (None, 0))
@@ -451,7 +465,7 @@ class _Lowering:
         """Waits for gradients that are on their way home: from here on they have no bytes on the
         device.
         """
-        tokens = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
+        tokens = [token for b in self._leaving for token in self._tokens.waits(_ACCUMULATE, b)]
         for b in self._leaving if self._plan.ranks > 1 else ():
             nbytes = exchange_bytes(self._plan, self._profile.blocks[b])
             self._draft.change("staging", "gradients among ranks", -nbytes)
@@ -459,8 +473,9 @@ class _Lowering:
         self._gradients.end_leaving()
         return tokens
 
-    def _wait_for_kinds(self, kinds: Sequence[str]) -> None:
-        """Waits for all work of these kinds that is under way."""
+    def _wait_for_kinds(self, action: Action) -> None:
+        """Waits for all work under way of the kinds that an action names."""
+        kinds: Sequence[str] = getattr(action, "waits_for", ())
         if _ACCUMULATE in kinds:
             self._take_leaving()
         if _UPDATE in kinds:
@@ -468,17 +483,11 @@ class _Lowering:
         if _SPREAD in kinds and self._spread_bytes:
             self._draft.change("staging", "weights among ranks", -self._spread_bytes)
             self._spread_bytes = 0
-        self._draft.waits = [token for kind in kinds for token in self._given if token.kind == kind]
+        self._draft.waits = self._tokens.of_kinds(kinds)
 
     def _is_here(self, block: int) -> bool:
         is_resting = self._homes[block].weight_home is Tier.DEVICE and not self._profile.blocks[block].encoded_bytes
         return block in self._visiting or block not in self._shape.visiting or is_resting
-
-    def _waits(self, kind: str, block: int) -> list[Token]:
-        return self._given_only(Token(kind, self._owner[block]))
-
-    def _given_only(self, token: Token) -> list[Token]:
-        return [token] if token in self._given else []
 
     def _updated(self, block: int) -> list[Token]:
         """Waits for the block's update before its device bytes go.
@@ -488,13 +497,4 @@ class _Lowering:
         if self._updates_on_host[block]:
             return []
         self._line.wait(block)
-        return self._waits(_UPDATE, block)
-
-
-def _kept(action: Keep) -> Token:
-    return Token("keep", str(action))
-
-
-def _turns_before(schedule: Schedule) -> dict[int, list[Token]]:
-    turns = [action for action in schedule if isinstance(action, Keep)]
-    return {b: [_kept(before)] for before, turn in pairwise(turns) for b in turn.blocks}
+        return self._tokens.waits(_UPDATE, block)

@@ -8,7 +8,7 @@ In: `Plan` and `StepShape`. Out: `ComputeOrder`, the starts, forwards, seeds and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -94,6 +94,14 @@ class ComputeOrder:
             for position, action in enumerate(self.actions)
             if isinstance(action, Forward | Backward)
         )
+
+    def of_shape(self, shape: StepShape) -> ComputeOrder:
+        """Returns the same order for a shape that differs in what visits, leaves and goes home."""
+        other = replace(self, shape=shape)
+        for name in ("computes", "_tail_ends", "stages"):
+            # Where a cached property keeps its value.
+            other.__dict__[name] = getattr(self, name)
+        return other
 
     def gap_before(self, ordinal: int) -> int:
         """The gap right before a forward or backward."""

@@ -60,6 +60,35 @@ class PieceBytes:
     leaving: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PieceRow:
+    """The pieces of a block's update in order; of many equal ones only as many as the peak depends
+    on.
+
+    Attributes:
+        pieces: in order, at least one.
+        first_bytes: held while the first one is worked on, beside what leaves of one before it.
+        later_bytes: the most that is held while one of the others is, but for what comes behind the
+            last one.
+    """
+
+    pieces: tuple[PieceBytes, ...]
+    first_bytes: int
+    later_bytes: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[PieceBytes]) -> PieceRow | None:
+        """Returns a row; None of no pieces."""
+        if not pieces:
+            return None
+        held = [
+            piece.coming + piece.working + (after.coming if after else 0)
+            for piece, after in zip(pieces, (*pieces[1:], None), strict=True)
+        ]
+        later = [before.leaving + nbytes for before, nbytes in zip(pieces, held[1:], strict=False)]
+        return cls(pieces=tuple(pieces), first_bytes=held[0], later_bytes=max(later, default=0))
+
+
 class UpdatePieces:
     """The pieces of a plan's updates, by block.
 
@@ -79,16 +108,15 @@ class UpdatePieces:
         self._device = device
         self._profile = profile
         self._is_summed = is_summed
-        self._found: dict[tuple[int, bool], tuple[PieceBytes, ...]] = {}
+        self._found: dict[tuple[int, bool], PieceRow | None] = {}
 
     def place(self, block: int) -> Tier:
         """The tier whose processor works on a block's pieces."""
         homes = self._plan.block(self._profile.blocks[block].name)
         return Tier.HOST if homes.updates_on_host(self._device) else Tier.DEVICE
 
-    def of(self, block: int, *, is_here: bool) -> tuple[PieceBytes, ...]:
-        """Returns the pieces of a block in order; of many equal ones only as many as the peak
-        depends on.
+    def of(self, block: int, *, is_here: bool) -> PieceRow | None:
+        """Returns the pieces of a block; None if it has none.
 
         Args:
             block: by index.
@@ -99,7 +127,11 @@ class UpdatePieces:
             name, updates = self._profile.blocks[block].name, self._profile.updates
             whole = "pieces", is_here, self._is_summed, self._device
             self._found[key] = self._known.of_update(
-                self._plan, name, whole, lambda: self._pieces_of(block, updates, is_here=is_here)
+                self._plan,
+                name,
+                whole,
+                lambda: PieceRow.of(self._pieces_of(block, updates, is_here=is_here)),
+                like=self._known.alike(self._profile, name),
             )
         return self._found[key]
 
@@ -191,7 +223,8 @@ class Line:
     def __init__(self, pieces: UpdatePieces) -> None:
         self._pieces = pieces
         self._waiting: list[tuple[int, bool]] = []
-        self._last: dict[Tier, list[PieceBytes]] = {}
+        # By place: the last piece that was submitted, and what leaves of the one before it.
+        self._last: dict[Tier, tuple[PieceBytes, int]] = {}
         self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
@@ -201,9 +234,10 @@ class Line:
 
     def wait(self, block: int) -> None:
         """Ends a block's update, and with it those that began before."""
-        blocks = [waiting for waiting, _ in self._waiting]
-        if block in blocks:
-            self._restart(self._waiting[blocks.index(block) + 1 :])
+        for index, (waiting, _) in enumerate(self._waiting):
+            if waiting == block:
+                self._restart(self._waiting[index + 1 :])
+                return
 
     def wait_for_all(self) -> None:
         """Ends all updates."""
@@ -215,15 +249,20 @@ class Line:
         for block, is_here in left:
             self.submit(block, is_here=is_here)
 
-    def _join(self, place: Tier, pieces: tuple[PieceBytes, ...]) -> None:
+    def _join(self, place: Tier, row: PieceRow | None) -> None:
+        if row is None:
+            return
+        first, last = row.pieces[0], row.pieces[-1]
+        highest = max(self.peak_bytes[place], row.later_bytes)
+        left = 0
         # Those of the other processor that lie between two of this one's only take time: the two
         # are counted as neighbours.
-        row = [*self._last.get(place, ()), *pieces]
-        for index, piece in enumerate(row):
-            before = row[index - 1].leaving if index else 0
-            after = row[index + 1].coming if index + 1 < len(row) else 0
-            self.peak_bytes[place] = max(self.peak_bytes[place], before + piece.coming + piece.working + after)
-        self._last[place] = row[-2:]
+        if place in self._last:
+            before, left_before = self._last[place]
+            highest = max(highest, left_before + before.coming + before.working + first.coming)
+            left = before.leaving
+        self.peak_bytes[place] = max(highest, left + row.first_bytes)
+        self._last[place] = last, row.pieces[-2].leaving if len(row.pieces) > 1 else left
 
 
 def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:

@@ -13,6 +13,7 @@ from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.step import ByteChange
 from memfit.core.tiers import Tier, is_processor
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.microbatch_traces import input_bytes
 from memfit.scheduling.pieces import moved_weight_bytes
 from memfit.scheduling.segment_facts import SegmentFacts
@@ -36,6 +37,7 @@ def resting_bytes(
     staging_bytes: int,
     traces: Sequence[TraceProfile],
     device: str,
+    known: KnownFacts,
 ) -> Iterable[ByteChange]:
     """Yields what rests in each tier, and what is held all the time for transfers.
 
@@ -47,6 +49,7 @@ def resting_bytes(
         staging_bytes: of the disk's threads; 0 where nothing rests on disk.
         traces: of each microbatch that the batch is cut into.
         device: as `scheduling.lower` takes it.
+        known: facts about the profile that were found before.
     """
     batch_bytes = profile.buffer_bytes + sum(input_bytes(trace) for trace in traces)
     if batch_bytes:
@@ -61,19 +64,30 @@ def resting_bytes(
     if moved := moved_weight_bytes(plan, profile, device):
         yield ByteChange(Tier.HOST, "staging", "weights of updates", moved)
     for index, block in enumerate(profile.blocks):
-        homes, owner = plan.block(block.name), f"B{index}"
-        states = state_home_bytes(plan, profile, block) + resting_master_bytes(plan, profile, block)
-        if index not in shape.visiting:
-            yield ByteChange(Tier.DEVICE, "weight", owner, flat_weight_bytes(block))
-        elif homes.weight_home is Tier.DEVICE:
-            yield ByteChange(Tier.DEVICE, "weight", owner, weight_home_bytes(plan, profile, block))
-        if homes.state_home is Tier.DEVICE and states:
-            yield ByteChange(Tier.DEVICE, "state", owner, states)
-        used = dict.fromkeys((homes.weight_home, homes.state_home, homes.gradient_home))
-        for tier in (tier for tier in used if not tier.traits.is_device):
-            if kept := kept_bytes_of(plan, profile, block, tier):
-                yield ByteChange(tier, "state", owner, kept)
-            if homes.gradient_home is tier and block.trains:
-                yield ByteChange(tier, "gradient", owner, gradient_home_bytes(plan, profile, block))
-        if homes.gradient_home is Tier.DEVICE and block.trains and plan.ranks > 1:
-            yield ByteChange(Tier.DEVICE, "gradient", owner, gradient_home_bytes(plan, profile, block))
+        is_visiting = index in shape.visiting
+        yield from known.of_update(
+            plan,
+            block.name,
+            ("resting", is_visiting, plan.is_atomic),
+            lambda: tuple(_of_block(plan, profile, index, is_visiting=is_visiting)),  # noqa: B023, asked at once
+        )
+
+
+def _of_block(plan: Plan, profile: Profile, index: int, *, is_visiting: bool) -> Iterable[ByteChange]:
+    block = profile.blocks[index]
+    homes, owner = plan.block(block.name), f"B{index}"
+    states = state_home_bytes(plan, profile, block) + resting_master_bytes(plan, profile, block)
+    if not is_visiting:
+        yield ByteChange(Tier.DEVICE, "weight", owner, flat_weight_bytes(block))
+    elif homes.weight_home is Tier.DEVICE:
+        yield ByteChange(Tier.DEVICE, "weight", owner, weight_home_bytes(plan, profile, block))
+    if homes.state_home is Tier.DEVICE and states:
+        yield ByteChange(Tier.DEVICE, "state", owner, states)
+    used = dict.fromkeys((homes.weight_home, homes.state_home, homes.gradient_home))
+    for tier in (tier for tier in used if not tier.traits.is_device):
+        if kept := kept_bytes_of(plan, profile, block, tier):
+            yield ByteChange(tier, "state", owner, kept)
+        if homes.gradient_home is tier and block.trains:
+            yield ByteChange(tier, "gradient", owner, gradient_home_bytes(plan, profile, block))
+    if homes.gradient_home is Tier.DEVICE and block.trains and plan.ranks > 1:
+        yield ByteChange(Tier.DEVICE, "gradient", owner, gradient_home_bytes(plan, profile, block))

@@ -34,10 +34,18 @@ from functools import cached_property
 from typing import Any
 
 from memfit.core.profile import CallProfile
-from memfit.core.work_kinds import Work
 from memfit.scheduling.segment_storages import SegmentStorages
 
-_OF_THE_TRACE = ("gradient_bytes", "shared_by", "related", "plain_release", "made_at")
+_OF_THE_TRACE = (
+    "gradient_bytes",
+    "shared_by",
+    "related",
+    "plain_release",
+    "released_in",
+    "made_at",
+    "uses",
+    "of_segments",
+)
 
 
 class Arrival(Enum):
@@ -63,21 +71,6 @@ class SegmentFacts(SegmentStorages):
     @cached_property
     def costs(self) -> dict[Any, Any]:
         """Costs of the events of a microbatch, by these events (`scheduling.activation_bytes`)."""
-        return {}
-
-    @cached_property
-    def work(self) -> dict[tuple[int, bool, bool, bool], Work]:
-        """Work by segment, whether it is a backward, whether that adds to gradients, and whether
-        microbatches take turns at it (`scheduling.lower`).
-        """
-        return {}
-
-    @cached_property
-    def _forward_rises(self) -> dict[int, int]:
-        return {}
-
-    @cached_property
-    def _backward_rises(self) -> dict[tuple[int, Arrival], int]:
         return {}
 
     @cached_property
@@ -154,10 +147,7 @@ class SegmentFacts(SegmentStorages):
 
     def forward_rise(self, segment: int) -> int:
         """Rise of a segment's forward. See [Note: how high it rises]."""
-        found = self._forward_rises.get(segment)
-        if found is None:
-            found = self._forward_rises[segment] = self._forward_rise(segment)
-        return found
+        return self._of_segment("forward", segment, self._forward_rise)
 
     def _forward_rise(self, segment: int) -> int:
         first, last = self.shape.segments[segment]
@@ -175,11 +165,7 @@ class SegmentFacts(SegmentStorages):
             arrival: of its gradients. Those that are counted from its begin on, and come later, are
                 taken off; see [Note: gradients come one by one].
         """
-        key = segment, arrival
-        found = self._backward_rises.get(key)
-        if found is None:
-            found = self._backward_rises[key] = self._backward_rise(segment, arrival)
-        return found
+        return self._of_segment(arrival.value, segment, lambda q: self._backward_rise(q, arrival))
 
     def _backward_rise(self, segment: int, arrival: Arrival) -> int:
         first, last = self.shape.segments[segment]

@@ -11,25 +11,30 @@ from functools import cached_property
 
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
 from memfit.core.storage_profile import StorageProfile
+from memfit.scheduling.trace_storages import END, TraceStorages
 
-# Stands for a release that only the end of the microbatch brings.
-END = -2
 # Stands for the code between calls that lets go as soon as backward begins.
 SEED = -3
 
 
-class SegmentStorages:
+class SegmentStorages(TraceStorages):
     """Meaning of a trace's storages for the segments of a plan."""
 
-    def __init__(self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile) -> None:
+    def __init__(
+        self,
+        trace: TraceProfile,
+        plan: Plan,
+        shape: StepShape,
+        profile: Profile,
+        storages: tuple[StorageProfile, ...] | None = None,
+    ) -> None:
+        super().__init__(trace, storages)
         self.profile = profile
-        self.trace = trace
         self.plan = plan
         self.shape = shape
-        self.storages = tuple(s for s in trace.storages if not s.is_input)
-        self.lasting_bytes = sum(s.nbytes for s in self.storages if s.is_lasting)
         # In turns, each microbatch has its own beside what the step before has left; else there is
         # one at a time.
         self.shares_lasting = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
@@ -46,17 +51,6 @@ class SegmentStorages:
         for s in self.storages:
             made.setdefault(-1 if s.segment < 0 else self.segment_of[s.segment], []).append(s)
         return made
-
-    def used_until(self, s: StorageProfile) -> int:
-        """Last call of the trace at the end of whose segment use still keeps the storage alive;
-        below the storage's own segment: not even there.
-        """
-        last = max(s.last_use, s.segment, *s.saved_inside, *s.saved_outside, *s.argument_of)
-        until = s.held_until if s.held_until > last else last - 1
-        # Recorded although nobody saves or receives it: then because it is alive at the end of its
-        # segment.
-        is_noted = s.saved_inside or s.saved_outside or s.argument_of
-        return until if is_noted else max(until, s.segment)
 
     def release_segment(self, call: int) -> int:
         """Segment whose backward lets go of what call `call` saved inside; `END` if none has a
@@ -86,30 +80,24 @@ class SegmentStorages:
         return segment if segment < count else SEED
 
     @cached_property
-    def related(self) -> dict[int, list[StorageProfile]]:
-        """By call: storages that it saved, that the code behind it saved or that it received, each
-        once, in order.
+    def roles(self) -> tuple[tuple[int, int, Saved], ...]:
+        """By segment: its calls and its policy. What the trace says of a segment depends on nothing
+        else.
         """
-        found: dict[int, list[StorageProfile]] = {}
-        for s in self.storages:
-            for call in sorted({*s.saved_inside, *s.saved_outside, *s.argument_of}):
-                found.setdefault(call, []).append(s)
+        return tuple((first, last, self.plan.call(first).saved) for first, last in self.shape.segments)
+
+    def _of_segment(self, what: str, segment: int, find: Callable[[int], int]) -> int:
+        key = what, self.roles[segment]
+        found = self.of_segments.get(key)
+        if found is None:
+            found = self.of_segments[key] = find(segment)
         return found
 
-    def _related_to(self, first: int, last: int) -> list[StorageProfile]:
-        found = {s.index: s for call in range(first, last + 1) for s in self.related.get(call, ())}
-        return list(found.values())
-
-    @cached_property
-    def copies_bytes(self) -> tuple[int, ...]:
-        """By segment: bytes that its offload moves and its reload makes: of what it saved
+    def copy_bytes(self, segment: int) -> int:
+        """Bytes that an offload of the segment moves, and a reload makes: of what it saved
         (offload), or of its arguments (recompute).
         """
-        return tuple(sum(s.nbytes for s in self._movable(q) if s.leaves) for q in range(len(self.shape.segments)))
-
-    def copy_bytes(self, segment: int) -> int:
-        """Bytes that an offload of the segment moves, and a reload makes."""
-        return self.copies_bytes[segment]
+        return self._of_segment("copies", segment, lambda q: sum(s.nbytes for s in self._movable(q) if s.leaves))
 
     def _movable(self, segment: int) -> list[StorageProfile]:
         """Storages that a segment moves if it does not keep them: all it saved (offload), or its
@@ -129,16 +117,17 @@ class SegmentStorages:
             leaves: only those that leave if arguments are sent away, or only those that do not;
                 None: all.
         """
-        first, last = self.shape.segments[segment]
-        is_replayed = self.plan.call(first).saved.policy.recomputes
-        if not is_replayed or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
+        first, last, saved = self.roles[segment]
+        if not saved.policy.recomputes or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
             return 0
         return sum(s.nbytes for s in self._movable(segment) if leaves is None or s.leaves is leaves)
 
     def selected_bytes(self, segment: int) -> int:
         """Returns what a selective segment holds beyond its arguments and never moves."""
-        first, last = self.shape.segments[segment]
-        saved = self.plan.call(first).saved
+        return self._of_segment("selected", segment, self._selected_bytes)
+
+    def _selected_bytes(self, segment: int) -> int:
+        first, last, saved = self.roles[segment]
         if not saved.policy.kept_operators or not self.shape.has_backward[segment]:
             return 0
         is_alone = first == last
@@ -147,28 +136,6 @@ class SegmentStorages:
             self.trace.saved_bytes(c.index) if held is None else held.nbytes - is_alone * held.unneeded_bytes
             for c, held in found
         )
-
-    @cached_property
-    def plain_release(self) -> dict[int, int]:
-        """By storage: the call whose backward lets go of it in the plain run; absent: forward does.
-
-        The number of calls stands for the seed, `END` for the end.
-        """
-        release: dict[int, int] = {}
-        calls = self.trace.calls
-        for s in self.storages:
-            found = [next((c for c in range(i, -1, -1) if calls[c].has_backward), END) for i in s.saved_inside]
-            found += [
-                next((c for c in range(i + 1, len(calls)) if calls[c].has_backward), len(calls))
-                for i in s.saved_outside
-            ]
-            if self.used_until(s) >= len(calls) - 1:
-                found.append(END)
-            if s.is_lasting:
-                found = [END]
-            if found:
-                release[s.index] = min(found)
-        return release
 
     def inner_bytes(self, first: int, call: int) -> int:
         """Bytes made by the calls from `first` on that are alive when `call` begins, everything
@@ -195,14 +162,6 @@ class SegmentStorages:
             for s in self.made_at.get(made, ())
             if stays(s) or self.used_until(s) >= call - 1 or s.argument_of[-1:] >= (call,)
         )
-
-    @cached_property
-    def made_at(self) -> dict[int, list[StorageProfile]]:
-        """Storages by the call in whose segment they were made."""
-        made: dict[int, list[StorageProfile]] = {}
-        for s in self.storages:
-            made.setdefault(s.segment, []).append(s)
-        return made
 
     def replayed_bytes(self, first: int, last: int) -> int:
         """Bytes that replaying calls first..last makes anew and backward needs."""
