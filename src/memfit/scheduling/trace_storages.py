@@ -42,7 +42,7 @@ class TraceStorages:
 
     @cached_property
     def uses(self) -> dict[int, int]:
-        """By storage: what `used_until` has found."""
+        """Results of `used_until` by storage."""
         return {}
 
     def _used_until(self, s: StorageProfile) -> int:
@@ -110,13 +110,13 @@ class TraceStorages:
 
     @cached_property
     def of_segments(self) -> dict[object, Any]:
-        """What is known of segments by their roles, whatever plan they belong to."""
+        """Facts about segments by their roles, whatever plan they belong to."""
         return {}
 
 
 def merged(storages: Iterable[StorageProfile]) -> tuple[StorageProfile, ...]:
-    """Returns storages of which those that are made, held and let go by the same are one. All that is
-    asked of them are sums of bytes.
+    """Returns storages of which those that are made, held and let go by the same are one. All that
+    is asked of them are sums of bytes.
     """
     found: dict[object, StorageProfile] = {}
     for s in storages:
