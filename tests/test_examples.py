@@ -11,6 +11,8 @@ import pytest
 
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
 STARTED = ("empty_model", "sharded", "three_lines")
+# More than one process is needed.
+ON_RANKS = ("parameter_server",)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -27,7 +29,7 @@ def test_an_example_that_is_started_trains_and_complains_of_nothing(name: str, t
     assert not child.stderr.strip()
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - set(STARTED)))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {*STARTED, *ON_RANKS}))
 def test_an_example_runs_here_without_arguments(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,20 +41,25 @@ def test_an_example_runs_here_without_arguments(
     assert not told.err.strip()
 
 
+def on_ranks(name: str, ranks: int, where: Path) -> list[str]:
+    """What an example prints under `torchrun`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(EXAMPLES[name])]
+    child = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_servers_example_trains_on_three_ranks(tmp_path: Path) -> None:
+    server, *workers = sorted(on_ranks("parameter_server", 3, tmp_path))
+    assert server == "rank 0: 394,752 weights, lost workers: ()"
+    for told in workers:
+        first, last = (float(word.strip(",")) for word in told.split()[3:6:2])
+        assert last < first
+
+
 @pytest.mark.slow
 def test_the_sharded_example_trains_the_same_model_on_two_ranks(tmp_path: Path) -> None:
-    told = []
-    for ranks in (1, 2):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            str(EXAMPLES["sharded"]),
-        ]
-        child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert child.returncode == 0, child.stderr
-        told.append(child.stdout.splitlines())
+    told = [on_ranks("sharded", ranks, tmp_path) for ranks in (1, 2)]
     assert told[0][0].removeprefix("1 ranks") == told[1][0].removeprefix("2 ranks")
     assert told[1][1].endswith("True")

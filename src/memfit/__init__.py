@@ -16,7 +16,7 @@ from memfit.core.platforms import check_platform
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
-    from memfit import arena, communicator, losses, sinks
+    from memfit import arena, communicator, losses, parameter_server, sinks
     from memfit.api import Job, MemfitEma, ResumableLoader, StepResult, empty, fit, infer, profile, verify
     from memfit.core.errors import (
         AwayError,
@@ -104,6 +104,7 @@ __all__ = [
     "is_tracing",
     "losses",
     "microbatch_streams",
+    "parameter_server",
     "profile",
     "sinks",
     "verify",
@@ -112,7 +113,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name. Source: PEP 562."""
-    if name in {"arena", "communicator", "losses", "sinks"}:
+    if name in {"arena", "communicator", "losses", "parameter_server", "sinks"}:
         return importlib.import_module(f"memfit.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ TIMEOUT_S = 120.0
 _IMPORTED = [
     "memfit.api",
     "memfit.communicator",
+    "memfit.parameter_server",
     "torch._dynamo",
     "torch._decomp",
     "torch.distributed.fsdp",
@@ -30,6 +31,7 @@ _IMPORTED = [
     "transformers.models.llama.modeling_llama",
     "distributed.training",
     "distributed.storing",
+    "distributed.serving",
 ]
 
 
