@@ -71,6 +71,52 @@ def test_a_trace_leaves_no_tensors_without_data_in_caches_outside_of_modules() -
     assert torch.equal(loss(model, x), expected)
 
 
+@functools.lru_cache(maxsize=4)
+def sometimes(*, gives_tensor: bool) -> Any:
+    return torch.ones(6) if gives_tensor else 1.0
+
+
+@functools.cache
+def shelf(name: str) -> list[Tensor]:
+    """An empty list, for its caller to fill."""
+    return []
+
+
+class Late(nn.Module):
+    """Keeps tensors in cached functions from its second trace on."""
+
+    gives_tensor = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = shelf("mine")
+        if self.gives_tensor and not kept:
+            kept.append(torch.ones(6))
+        return self.inner(x) + sometimes(gives_tensor=self.gives_tensor) + sum(kept)
+
+
+def test_functions_that_held_no_tensors_are_looked_at_again_when_they_may() -> None:
+    model, x = nn.Sequential(Late(), Late()), torch.randn(3, 6)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    first = profile_step(model, loss, x, find_blocks(model))
+    assert sometimes.cache_info().currsize == shelf.cache_info().currsize == 1
+    Late.gives_tensor = True
+    try:
+        assert profile_step(model, loss, x, find_blocks(model)).source == first.source == "fake"
+        assert sometimes.cache_info().currsize == shelf.cache_info().currsize == 0
+        assert type(loss(model, x)) is Tensor
+    finally:
+        Late.gives_tensor = False
+        sometimes.cache_clear()
+        shelf.cache_clear()
+
+
 class Circular(nn.Module):
     """Holds a large result in a cycle, until a collection; makes others by the thousand, so that one comes by itself."""
 

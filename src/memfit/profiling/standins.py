@@ -195,29 +195,50 @@ def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
                         yield cell.cell_contents
 
 
+_misses_without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By cached function, how often it had computed when it held nothing that is, or may become, a tensor."""
+
+
 def _empty(cached: Sequence[Any]) -> None:
-    if _hold_tensors(cached):
-        for function in cached:
-            if _hold_tensors([function]):
-                function.cache_clear()
+    """Empties those that hold tensors.
 
-
-def _hold_tensors(nodes: Sequence[Any]) -> bool:
-    """A tensor lies in what cached functions have kept: their results, in tuples, lists and dicts,
-    four deep.
-
-    All functions at once and by classes, level by level: a process has hundreds of such functions,
-    some with tables of 100,000 entries, and each trace looks twice.
+    A function that has computed nothing since it held none is passed over: a process has hundreds,
+    some with thousands of entries, and each trace looks four times.
     """
-    held = gc.get_referents(*nodes)
-    for _ in range(5):
+    for function in cached:
+        found = function.cache_info()
+        if not found.currsize or _misses_without_tensors.get(function) == found.misses:
+            continue
+        holds_tensors, may_change = _look_through(function)
+        if holds_tensors:
+            function.cache_clear()  # and its count begins anew
+            _misses_without_tensors.pop(function, None)
+        elif not may_change:
+            _misses_without_tensors[function] = found.misses
+
+
+def _look_through(function: Any) -> tuple[bool, bool]:
+    """Looks for tensors in what a cached function has kept: its results, in tuples, lists and
+    dicts, four deep.
+
+    By classes, level by level.
+
+    Returns:
+        (a tensor is there, a list or a dict is there, which the program may yet fill with tensors)
+    """
+    attributes = vars(function)
+    held = [one for one in gc.get_referents(function) if one is not attributes]
+    # One dict is the table itself; a bounded function refers to its results beside it.
+    may_change = sum(type(one) is dict for one in held) > 1
+    for depth in range(5):
         kinds = set(map(type, held))
         if any(issubclass(kind, torch.Tensor) for kind in kinds):
-            return True
+            return True, may_change
+        may_change |= list in kinds or (depth > 0 and dict in kinds)
         if kinds.isdisjoint(_KEEPING):
-            return False
+            break
         held = gc.get_referents(*[one for one in held if type(one) in _KEEPING])
-    return False
+    return False, may_change
 
 
 def _holds_same(container: _Container, content: _Container) -> bool:
