@@ -76,7 +76,9 @@ format: install
 	$(PYTHON) -m ruff format .
 
 # One thread a worker: two workers with two threads each would fight over two cores.
-test: lint $(if $(TEST_ARGS),,test-device test-compiled)
+# pyright and the compiled tests keep one core busy at most, so they run beside the device suite; each prints when it is through, all end before one fails it.
+test: install
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(if $(TEST_ARGS),lint,test-device lint test-compiled)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal $(if $(TEST_ARGS),$(TEST_ARGS),-m "not compiles")
 
 # What torch.compile has compiled, and how often, belongs to the process: behind thousands of other tests the same code met its recompile limit.
