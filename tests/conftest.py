@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 # Read by the libraries when they are loaded, so before any test module: idle OpenMP threads sleep instead of spinning
@@ -19,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import HealthCheck, settings
 
-DEFAULT_EXAMPLES = 50
+DEFAULT_EXAMPLES = 25
 LATE_DEVICE = tuple(Path(__file__).parent / name for name in ("accelerator", "device"))
 
 
@@ -101,7 +103,52 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path in LATE_DEVICE and not is_asked else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects tests without the collector of cycles, which goes through half a million objects that all stay for a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def _mark_what_is_thinned_out(items: Iterable[pytest.Item]) -> None:
+    """Marks as slow the cases of `thinned` tests whose values of each parameter come in other cases, too, as often as the mark says.
+
+    The next case taken is the one with most new values, so that n x m cases become about the larger of n and m.
+    """
+    grids = defaultdict[str, list[tuple[pytest.Function, frozenset[tuple[str, object]]]]](list)
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("thinned")
+            and not item.get_closest_marker("slow")
+        ):
+            values = frozenset((name, _value(value)) for name, value in item.callspec.params.items())
+            grids[item.nodeid.partition("[")[0]].append((item, values))
+    for cases in grids.values():
+        (times,) = next(cases[0][0].iter_markers("thinned")).args or (1,)
+        for _ in range(times):
+            wanted = set[tuple[str, object]]().union(*(values for _, values in cases))
+            while wanted:
+                best = max(range(len(cases)), key=lambda index: (len(cases[index][1] & wanted), -index))
+                wanted -= cases.pop(best)[1]
+        for item, _ in cases:
+            item.add_marker("slow")
+
+
+def _value(value: object) -> object:
+    """Stands for a parameter's value where values are compared."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value), value
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_what_is_thinned_out(items)
     skip_slow = pytest.mark.skip(reason="slow: run with --slow")
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     cuda_is_there: bool | None = None
@@ -138,3 +185,19 @@ def a_compiler() -> None:
     """For what is advised, or set, otherwise where there is none."""
     if not _has_compiler():
         pytest.skip("needs a C++ compiler: other settings are right without one")
+
+
+@pytest.fixture(scope="module")
+def older_objects_are_passed_over() -> Iterator[None]:
+    """Leaves what was there before a file's tests out of collections: half a million objects of libraries made each last a third of a second.
+
+    For files that collect often. Not for those that look for objects through the collector, which frozen ones hide from.
+    """
+    from memfit.profiling import standins
+
+    gc.collect()
+    standins._cached_functions(len(sys.modules))  # looks through all objects, so before they are hidden
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    standins._cached_functions.cache_clear()

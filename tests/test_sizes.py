@@ -44,7 +44,7 @@ def find_oversized(source: Path) -> Iterator[tuple[str, str]]:
         name = path.relative_to(source).as_posix()
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-        code = code_lines(text, tree)
+        code: set[int] | None = None
         if (lines := len(text.splitlines())) > MOST_LINES_OF_A_FILE:
             yield name, f"{lines} lines"
         for node in ast.walk(tree):
@@ -53,7 +53,11 @@ def find_oversized(source: Path) -> Iterator[tuple[str, str]]:
                 if methods > MOST_METHODS_OF_A_CLASS:
                     yield f"{name}:{node.name}", f"{methods} methods"
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                size = len(code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+                lines_of_it = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                if len(lines_of_it) <= MOST_CODE_LINES_OF_A_FUNCTION:
+                    continue
+                code = code_lines(text, tree) if code is None else code
+                size = len(code & set(lines_of_it))
                 if size > MOST_CODE_LINES_OF_A_FUNCTION:
                     yield f"{name}:{node.name}", f"{size} code lines"
 

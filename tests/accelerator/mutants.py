@@ -7,7 +7,8 @@ was not noticed. A plugin of pytest's:
     PYTHONPATH=tests python -m pytest -p accelerator.mutants --mutations device.mutations --device late tests/device
 
 The tests are collected once, in a process that never computes anything. Each mutation then has a fork of it (memory shared, no imports again, nothing to be
-undone), in which the function gets other code. A fork in which nothing is mutated runs all tests first: what fails there notices nothing.
+undone), in which the function gets other code. A fork in which nothing is mutated runs all tests first: what fails there notices nothing. `--no-control` leaves
+that out where the same tests run beside, on the same device.
 """
 
 from __future__ import annotations
@@ -189,6 +190,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mutants")
     group.addoption("--mutations", metavar="MODULE", help="whose MUTATIONS are tried, in place of running the tests")
     group.addoption("--only", metavar="REGEX", default="", help="only mutations whose sentence matches")
+    group.addoption("--no-control", action="store_true", help="the tests are known to pass where nothing is mutated")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -210,14 +212,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if absent:
         lines.tell(False, "tests that are not there", ", ".join(absent))
     items = {name: item for name, item in named.items() if item is not None}
-    failures, end, seconds = _in_fork(lambda: {name: _failure(item) for name, item in items.items()})
-    if failures is None:
-        lines.tell(False, "nothing is mutated", end)
-        return True
-    unfit = [name for name, text in failures.items() if text]
-    for name in unfit:
-        lines.tell(False, f"nothing is mutated: {name}", _last_line(failures[name]))
-    lines.tell(True, "nothing is mutated", f"{len(items) - len(unfit)} tests pass", seconds)
+    unfit: Sequence[str] = []
+    if not session.config.getoption("--no-control"):
+        failures, end, seconds = _in_fork(lambda: {name: _failure(item) for name, item in items.items()})
+        if failures is None:
+            lines.tell(False, "nothing is mutated", end)
+            return True
+        unfit = [name for name, text in failures.items() if text]
+        for name in unfit:
+            lines.tell(False, f"nothing is mutated: {name}", _last_line(failures[name]))
+        lines.tell(True, "nothing is mutated", f"{len(items) - len(unfit)} tests pass", seconds)
     caught = 0
     for mutation in chosen:
         at = [items[name] for name in mutation.tests if name in items and name not in unfit]

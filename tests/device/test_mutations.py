@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from accelerator.build import NoCompilerError, built
 from device.mutations import MUTATIONS
@@ -22,10 +23,19 @@ def test_every_ordering_that_is_taken_out_is_noticed(request: pytest.FixtureRequ
     except NoCompilerError as error:
         pytest.skip(str(error))
     is_slow = request.config.getoption("--slow")
+    # Without mutation the same tests run in this suite, on this device, unless another one is there.
+    is_controlled = not is_slow and not torch.cuda.is_available()
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
         *("-p", "accelerator.mutants", "--mutations", "device.mutations"),
-        *("--device", "late", "--basetemp", str(tmp_path / "of the child"), *(["--slow"] if is_slow else [])),
+        *(
+            "--device",
+            "late",
+            "--basetemp",
+            str(tmp_path / "of the child"),
+            *(["--slow"] if is_slow else []),
+            *(["--no-control"] if is_controlled else []),
+        ),
         str(TESTS / "device"),
     ]
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]

@@ -15,6 +15,7 @@ HINDERED = "distributed.training:hindered"
 LONG_S = 100.0  # longer than a test may wait: nothing here is ended by a timeout
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weights_are_those_of_one_process(ranks: Ranks, stage: int, tier: str) -> None:
@@ -121,6 +122,7 @@ AGAINST = "distributed.training:against"
 IN_BF16: dict[str, Any] = {"allow": {"bf16"}, "plan": {"compute_dtype": "bfloat16"}}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("reference", "name", "optimizer", "stage", "tier", "k", "options"),
     [

@@ -194,6 +194,7 @@ class Normed(Net):
         self.layers.append(nn.BatchNorm1d(WIDTH))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", [Net, Normed])
 @pytest.mark.parametrize("rows", [1, 2, 3, ROWS])
 def test_sums_are_taken_for_sums(kind: type[Net], rows: int) -> None:

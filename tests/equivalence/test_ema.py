@@ -42,6 +42,7 @@ def plain() -> tuple[Any, list[torch.Tensor]]:
     return model, averages
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("by_lines", [False, True])
 @pytest.mark.parametrize("where", PLANS)
 def test_an_average_is_torchs_wherever_weights_rest(where: str, tmp_path: Path, *, by_lines: bool) -> None:

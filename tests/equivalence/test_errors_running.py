@@ -156,6 +156,7 @@ def _retained(model: nn.Module, batch: zoo.Batch) -> Tensor:
     return loss
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("plan", ["resident", "recompute", "disk", "offload"])
 @pytest.mark.parametrize("loss", [_penalty, _retained])
 def test_a_backward_inside_the_loss_is_refused_clearly(loss: Callable[..., Tensor], plan: str, tmp_path: Path) -> None:
@@ -219,6 +220,7 @@ _TRANSFORMERS_PLANS = ("recompute", "disk-recompute-4")
 
 
 # torch's reentrant kind warns where no input asks for a gradient, as in a forward without any.
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "plan"),

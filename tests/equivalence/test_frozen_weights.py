@@ -97,6 +97,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, log: list[float]) 
         optimizer.zero_grad()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("where", ["device", "disk", "mixed"])
 @pytest.mark.parametrize("chosen", FORMATS)

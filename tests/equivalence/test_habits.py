@@ -169,6 +169,7 @@ def assert_equal_under(make: Callable[[], Case], microbatches: int, **options: A
     assert_equal_training(make, adamw(), fit, microbatches=microbatches, has_gradients=False, steps=2, **options)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
 def test_what_hangs_on_a_model_works_as_in_plain_pytorch(habit: Callable[[nn.Module], None], microbatches: int) -> None:
@@ -180,6 +181,7 @@ def test_what_hangs_on_a_model_works_as_in_plain_pytorch_with_a_whole_batch(habi
     assert_equal_under(lambda: build(habit), 1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_a_loss_does_beside_is_as_in_plain_pytorch(

@@ -112,6 +112,7 @@ def _trained(register: Callable[[Any], None], plan: Plan, directory: Path, **arg
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("register", [_on_gradient, _on_arrival, _on_output, _on_input, _on_backward])
 def test_a_hook_acts_as_in_plain_pytorch_or_its_step_is_refused(

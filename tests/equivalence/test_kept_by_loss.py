@@ -136,6 +136,7 @@ def plain(loss: Loss, microbatches: int) -> nn.Module:
     return model
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("make", KEEPING)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_loss_that_keeps_something_trains_as_in_a_plain_loop(make: Callable[[], Loss], microbatches: int) -> None:

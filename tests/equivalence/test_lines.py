@@ -46,6 +46,7 @@ def quietly(recwarn: pytest.WarningsRecorder) -> None:
     """Warnings of evaluation in other modes are not the subject."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_loop_of_ones_own_gives_the_bits_of_plain_pytorch(plan: str, name: str) -> None:
@@ -170,6 +171,7 @@ OTHER_LOOPS: dict[str, Loop] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", OTHER_LOOPS)
 @pytest.mark.parametrize("plan", ["resident", "gradients on disk"])
 def test_what_loops_do_besides_is_as_in_plain_pytorch(plan: str, name: str) -> None:

@@ -1,6 +1,6 @@
 """Random small models under random plans, against plain accumulation: the same bits, whatever was drawn.
 
-Fifty examples by default, always the same; `make fuzz` draws a thousand anew.
+Twenty-five examples by default, always the same; `make fuzz` draws a thousand anew.
 """
 
 from __future__ import annotations

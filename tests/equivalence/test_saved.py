@@ -148,6 +148,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_buffers_are_those_of_plain_pytorch(name: str, policy: str, offloader: Offloader) -> None:

@@ -36,6 +36,8 @@ from memfit.homes import ByteHome, Staging, TransferHandle, TransferThen
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.store import DiskIO, ScratchFile
 
+pytestmark = pytest.mark.usefixtures("older_objects_are_passed_over")  # they collect
+
 
 @pytest.fixture
 def offloader(tmp_path: Path) -> Iterator[Offloader]:
@@ -172,6 +174,7 @@ def _parameters_and_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [t for p in model.parameters() for t in (p, p.grad) if t is not None]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("runs_backward", [True, False])
 def test_everything_dies_by_reference_counting(policy: str, runs_backward: bool, offloader: Offloader) -> None:

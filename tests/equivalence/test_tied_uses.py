@@ -32,6 +32,7 @@ class Thrice(nn.Module):
         return self.head(self.norm(hidden.transpose(0, 1) + self.decoder(words.flip(-1))))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("saved", [Saved.KEEP, Saved.RECOMPUTE])
 @pytest.mark.parametrize("microbatches", [1, 2])

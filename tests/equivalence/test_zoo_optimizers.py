@@ -89,6 +89,7 @@ def _optimizer_pairs() -> list[object]:
     return pairs
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "plan"), _optimizer_pairs())
 def test_optimizers_update_weights_and_states_bit_for_bit(name: str, plan: str, tmp_path: Path) -> None:
     variant = plans.BY_NAME[plan]
@@ -115,6 +116,7 @@ def _only_matrices_train() -> zoo.Case:
     return replace(case, untouched=None)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("plan", ["resident", "disk-recompute-4", "clipped"])
 @pytest.mark.parametrize("build", [_only_matrices_train, zoo.ZOO["sequential"]], ids=["frozen", "not-held"])
 def test_muon_updates_whole_matrices_and_leaves_what_it_does_not_hold(

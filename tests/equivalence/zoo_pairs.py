@@ -1,9 +1,12 @@
-"""Pairs of a zoo model and a plan that the default suite trains; see `test_zoo_plans`.
+"""Pairs of a zoo model and a plan: all, those that devices are tried with, and those that the default suite trains; see `test_zoo_plans`.
 
-In: the zoo and the plans. Out: `PAIRS`, of which `DEFAULT_PAIRS` are some.
+In: the zoo and the plans. Out: `PAIRS`, of which `DEFAULT_PAIRS` are some, and of these `FEW_PAIRS`.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from random import Random
 
 from equivalence import plans, zoo
 
@@ -23,6 +26,18 @@ def _default_pairs() -> frozenset[tuple[str, str]]:
     return frozenset(chosen & set(PAIRS))
 
 
+def _few_pairs() -> frozenset[tuple[str, str]]:
+    """Those of the default pairs, in a drawn order, whose model had fewer than two plans until then, or whose plan fewer than three models."""
+    few, met = {("mixtral", "resident-3")}, Counter[str](("mixtral", "resident-3"))
+    order = [pair for pair in PAIRS if pair in DEFAULT_PAIRS - few]
+    Random(0).shuffle(order)
+    for name, plan in order:
+        if met[name] < 2 or met[plan] < 3:
+            few.add((name, plan))
+            met.update((name, plan))
+    return frozenset(few)
+
+
 PAIRS = tuple(
     (name, plan)
     for name in zoo.ZOO
@@ -33,3 +48,6 @@ PAIRS = tuple(
 
 DEFAULT_PAIRS = _default_pairs()
 """Each promised model under half of the promised plans, and the rest by turns."""
+
+FEW_PAIRS = _few_pairs()
+"""At least two plans of each model and three models of each plan."""

@@ -201,6 +201,7 @@ class Broken:
         monkeypatch.setattr(FileOperations, call, run)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["resident", pytest.param("on disk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("call", "number", "may_repeat"),

@@ -165,6 +165,7 @@ def assert_as_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: i
 # The disk fails in the middle of a step
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("call", "number", "said"), [("pwrite", errno.ENOSPC, "full"), ("pread", errno.EIO, "dmesg")])
 @pytest.mark.parametrize("make", [atomic, atomic_after_backward, atomic_recomputed])
 def test_an_atomic_step_whose_disk_fails_anywhere_leaves_every_bit_as_it_was(
@@ -404,6 +405,7 @@ class Interrupting(nn.Module):
         raise KeyboardInterrupt
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("make", "microbatches"), [(atomic, 1), (atomic_recomputed, 2), (in_place_after_backward, 1), (in_place, 2)]

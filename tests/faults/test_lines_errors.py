@@ -76,6 +76,7 @@ def _interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("how", "kind"), [(_raise, _Odd), (_interrupt, KeyboardInterrupt)], ids=["error", "Ctrl-C"])
 @pytest.mark.parametrize("plan", HOMES)

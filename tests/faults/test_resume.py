@@ -35,6 +35,7 @@ def assert_same(found: Result, wanted: Result) -> None:
     assert not [name for name in wanted.kept if not torch.equal(found.kept[name], wanted.kept[name])]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("model", "plan", "durability"),
     [

@@ -33,8 +33,11 @@ from memfit.core.tiers import Tier
 from memfit.homes.encoded_weights import decode, encode
 from memfit.integrations.transformers import MemfitMixin, MemfitTrainer
 
-# What is said of the machine, of times, or by libraries that the test does not ask about.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    # What is said of the machine, of times, or by libraries that the test does not ask about.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("older_objects_are_passed_over"),  # each Trainer collects
+]
 ON_DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
 TOLD = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "eval_rouge")
 

@@ -279,6 +279,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "variant"), _cases())
 def test_no_action_holds_more_than_predicted_and_the_peak_is_near(name: str, variant: str, tmp_path: Path) -> None:
     found = measure(name, variant, tmp_path)

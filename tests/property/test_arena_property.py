@@ -76,6 +76,7 @@ def test_an_invalid_lifetime_is_refused(wrong: Lifetime) -> None:
         plan_offsets([(0, 1, 1), wrong])
 
 
+@pytest.mark.usefixtures("older_objects_are_passed_over")
 @settings(max_examples=20)  # each looks through all objects of the process
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20), keep=st.integers(0, 2**20 - 1))
 def test_defragmenting_closes_every_hole_and_changes_no_value(sizes: list[int], keep: int) -> None:

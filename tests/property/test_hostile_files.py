@@ -440,6 +440,7 @@ READERS: dict[str, Callable[[Path, bytes], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("older_objects_are_passed_over")
 @pytest.mark.parametrize("kind", READERS)
 def test_the_largest_documents_that_are_read_take_no_more_than_is_allowed(kind: str, tmp_path: Path) -> None:
     """The number of values is doubled until there are too many: up to there each document is read, or refused, within its own size and 16 MiB."""

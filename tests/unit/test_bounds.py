@@ -43,6 +43,7 @@ def candidates(profile: Profile, *, clips_norm: bool) -> list[Candidate]:
     ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("clips_norm", [False, True])
 @pytest.mark.parametrize("name", PROFILES)
 def test_no_candidate_s_peak_is_below_its_bound(name: str, *, clips_norm: bool) -> None:
@@ -58,6 +59,7 @@ def test_no_candidate_s_peak_is_below_its_bound(name: str, *, clips_norm: bool) 
     assert nearest > 0.9  # a bound of 0 would hold, too
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("clips_norm", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "tied"])
 def test_no_candidate_is_faster_than_its_bound_says(name: str, *, clips_norm: bool) -> None:

@@ -70,7 +70,7 @@ def test_a_plan_that_regroups_sums_is_taken_only_where_none_else_fits_or_where_i
     plans = _all()
     least = min(peak for _, peak, _ in plans)
     kinds: set[str] = set()
-    for budget in (least, *(least + (i * 12 << 20) // 4 for i in range(1, 24))):
+    for budget in (least, *(least + (i * 12 << 20) // 4 for i in range(1, 24, 2))):
         exact = min((s for plan, peak, s in plans if peak <= budget and plan.microbatches == 1), default=None)
         any_s = min(s for _, peak, s in plans if peak <= budget)
         chosen = choose_plan(PROFILE, _budget(budget), machine)

@@ -56,6 +56,7 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("plan", [Plan(), AWAY], ids=["resident", "disk"])
 def test_the_file_is_what_torch_would_have_saved(plan: Plan, name: str, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_hostile_names_stay_names() -> None:
     assert "alert(1)</script>" not in text
 
 
+@pytest.mark.usefixtures("older_objects_are_passed_over")
 def test_a_page_of_126_layers_and_16_microbatches_is_small() -> None:
     layers = 126
     profile = gpt_profile(layers=layers, batch_rows=16, rows=(1,), tokens=8, vocabulary=64)
@@ -126,6 +127,7 @@ def test_a_page_of_126_layers_and_16_microbatches_is_small() -> None:
     read(text)
 
 
+@pytest.mark.usefixtures("older_objects_are_passed_over")
 def test_the_largest_timeline_that_a_page_draws_is_below_five_mebibytes() -> None:
     # Forty copies of a step, as if it had forty times the actions: folded, and bounded.
     subject = subject_of(streamed_plan(60, 8), gpt_profile(layers=60, rows=(1,), tokens=8, vocabulary=64))
