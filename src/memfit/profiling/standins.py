@@ -196,7 +196,8 @@ def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
 
 
 _misses_without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By cached function, how often it had computed when it held nothing that is, or may become, a tensor."""
+"""By cached function, how often it had computed when it held nothing that is a tensor or may become
+one."""
 
 
 def _empty(cached: Sequence[Any]) -> None:
