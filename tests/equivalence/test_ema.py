@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import memfit
 from equivalence.line_loops import BLOCKS, Words, batch, loss_of
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 
@@ -91,3 +91,49 @@ def test_what_an_average_cannot_do_is_told(tmp_path: Path) -> None:
             pass
         ema.close()
         assert not ema.path.exists()
+
+
+def test_an_average_is_saved_with_the_weights_and_goes_on_from_there(tmp_path: Path) -> None:
+    """Beside `AveragedModel`, whose first update copies: a save in the middle, read by a new job and by the one that made it."""
+    model, optimizer = new()
+    theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    for index in range(STEPS):
+        loss_of(model, batch(index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.update_parameters(model)
+    model, optimizer = new()
+    with memfit.fit(model, optimizer, loss_of, batch(0), plan=PLANS["disk"]) as job:
+        ema = memfit.MemfitEma(job, decay=0.7, copies_first=True)
+        job.step(batch(0))
+        job.step(batch(1))
+        job.save(tmp_path / "saved")
+        job.step(batch(5))
+        job.load(tmp_path / "saved")
+        for index in range(2, STEPS):
+            job.step(batch(index))
+        again = load_file(ema.path)
+        with ema.applied():
+            job.save(tmp_path / "applied")
+        ema.close()
+    assert not (tmp_path / "applied" / "averages.safetensors").exists()
+    model, optimizer = new()
+    with memfit.fit(model, optimizer, loss_of, batch(0), plan=PLANS["resident"], resume=tmp_path / "saved") as job:
+        ema = memfit.MemfitEma(job, decay=0.7, copies_first=True)
+        for index in range(2, STEPS):
+            job.step(batch(index))
+        for name, expected in theirs.module.named_parameters():
+            assert torch.equal(load_file(ema.path)[name], expected), name
+            assert torch.equal(again[name], expected), name
+        job.save(tmp_path / "saved")
+        ema.close()
+        job.save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "averages.safetensors").exists()
+    wrong = tmp_path / "wrong.safetensors"
+    wrong.write_bytes(b"no averages")
+    model, optimizer = new()
+    with memfit.fit(model, optimizer, loss_of, batch(0), plan=PLANS["resident"]) as job:
+        ema = memfit.MemfitEma(job)
+        with pytest.raises(StoreError, match="averages of other weights"):
+            ema.read(wrong)
+        ema.close()

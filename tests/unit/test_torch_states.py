@@ -135,3 +135,36 @@ def test_extra_has_no_place_there(tmp_path: Path) -> None:
         pytest.raises(UsageError, match="no place for extra"),
     ):
         job.save(tmp_path, form="trainer", extra={"a": 1})
+
+
+@pytest.mark.parametrize("plan", [Plan(), AWAY], ids=["resident", "disk"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_file_of_torchs_is_read_into_the_homes(plan: Plan, name: str, tmp_path: Path) -> None:
+    """States and settings of a plain optimizer, whose file may go as soon as it was read."""
+    model = build()
+    plain = OPTIMIZERS[name](model)
+    rows = torch.randn(4, WIDTH)
+    for _ in range(2):
+        loss_of(model, rows).backward()
+        plain.step()
+        plain.zero_grad()
+    plain.param_groups[0]["lr"] = 0.125
+    expected, weights = plain.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+    file = tmp_path / "optimizer.pt"
+    torch.save(expected, file)
+    expected = torch.load(file, weights_only=True)
+    other = build()
+    other.load_state_dict(weights)
+    optimizer = OPTIMIZERS[name](other)
+    with memfit.fit(other, optimizer, loss_of, rows, plan=plan) as job:
+        assert job.load_states(file).steps == 0
+        content = file.read_bytes()
+        file.write_bytes(bytes(len(content)))
+        assert same(optimizer.state_dict(), expected)
+        job.step(rows)
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(StoreError, match="optimizer.pt"):
+            job.load_states(file)
+    loss_of(model, rows).backward()
+    plain.step()
+    assert all(map(torch.equal, other.parameters(), model.parameters()))

@@ -371,7 +371,7 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) ->
     except BaseException:
         runner.undo()
         raise
-    return Job(runner, extra)
+    return Job(runner, extra, saved)
 
 
 def _save_in(directory: str | Path | None) -> Path | None:

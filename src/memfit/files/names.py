@@ -20,7 +20,7 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer
 
 STALE = re.compile(
-    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|registered\.safetensors|memfit_state\.json"
+    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|registered\.safetensors|averages(-\d+)?\.safetensors|memfit_state\.json"
 )
 """Files that a new save replaces even where it has no file of that name."""
 

@@ -20,6 +20,7 @@ from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
 from memfit.homes.memory import HostCopy, StreamCopy
 from memfit.homes.optimizer_states import BlockStates, StatePiece
 from memfit.homes.pinned_ring import PinnedRing, RingPiece
+from memfit.homes.standing_updates import StandingUpdates
 from memfit.homes.update_watchers import UpdatedPiece, UpdateWatchers
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, UpdateKind
@@ -85,6 +86,17 @@ class PieceUpdates:
         self._states = dict(states)
         self._gradients = gradients
         self._noise = noise
+        self._standing = StandingUpdates(driver, states, gradients)
+
+    def update_at_once(self, block: BlockWeights) -> bool:
+        """Updates a block in the caller's thread, where nothing of it comes or goes and nobody
+        watches its pieces.
+
+        Returns:
+            False: nothing was done; it goes piece by piece.
+        """
+        # Watchers see pieces of a weight before the next one is changed.
+        return not self._watchers.entries and self._standing.update(block)
 
     def cut(self, block: BlockWeights) -> Iterator[UpdatePiece]:
         """Yields the pieces of a block that this process holds; parameters without a gradient are

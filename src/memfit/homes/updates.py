@@ -147,6 +147,11 @@ class UpdateWorker:
             is_beside: False: the update is made before this returns, in the caller's thread;
                 nothing may be under way then (`core.step.UpdatePlace`).
         """
+        if not is_beside:
+            with torch.no_grad():
+                if self._pieces.update_at_once(block):
+                    self.updated_blocks.append(block.index)
+                    return DONE
         if block.updates_on_host and self._host_stream is None:
             self._host_stream = devices.of(block.device).new_stream(block.device)
         job = _SubmittedUpdate(self._pieces, block, after, self._host_stream)

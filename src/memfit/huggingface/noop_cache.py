@@ -136,7 +136,12 @@ def _kept_by(model: nn.Module) -> set[tuple[str, str]]:
 
 
 def _caching(model: nn.Module) -> list[Any]:
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    # Asked only where there is one: a module answers for what it does not have at length.
+    found: list[Any] = [
+        getattr(module, "config", None)
+        for module in model.modules()
+        if "config" in vars(module) or hasattr(type(module), "config")
+    ]
     return list({id(config): config for config in found if getattr(config, "use_cache", None) is True}.values())
 
 

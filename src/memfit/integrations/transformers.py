@@ -126,8 +126,7 @@ class MemfitMixin:
             )
             self.job = job
             if self._memfit_states is not None:
-                # Read where they are needed: one parameter's are in memory at a time.
-                optimizer.load_state_dict(torch.load(self._memfit_states, mmap=True, weights_only=True))
+                job.load_states(self._memfit_states)
         self._memfit_weights = self._memfit_states = None
         self._memfit_lines = stack.enter_context(job.lines())
         stack.callback(self._memfit_end_lines)

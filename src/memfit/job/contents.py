@@ -7,7 +7,7 @@ own, or are forgotten where they fail.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ class Contents:
         self.is_stepping = False
         self.has_told_changes = False
         self._is_shapes_only = False
+        self._read_state: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -239,8 +240,23 @@ class Contents:
             UnsupportedError: there is no room for a version that no step makes.
         """
         block, slot = self.place[name]
+        if self._read_state is not None:
+            state = self._read_state(name, state)
         self._note_changes([block])
         self.states[block.index].put(slot, state)
+
+    @contextmanager
+    def reading_states(self, read: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+        """Context in which `scatter_state`, and so `optimizer.load_state_dict`, takes fake tensors.
+
+        Args:
+            read: returns the values for a parameter's fake states.
+        """
+        self._read_state = read
+        try:
+            yield
+        finally:
+            self._read_state = None
 
     # --- bytes -----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.layout import PIECE_ELEMENTS
 from memfit.homes.update_watchers import UpdatedPiece
 from memfit.job.job import Job
@@ -48,23 +48,30 @@ class MemfitEma:
         with ema.applied():
             job.evaluate(batch)
 
+    `job.save` saves it with the weights. Made beside a job that goes on from such a save
+    (`fit(resume=...)`, `job.load`), it goes on from there.
+
     A step that fails after it has begun to update leaves averages of both steps.
 
     Args:
         job: of `memfit.fit`, on one process.
         decay: from 0 to 1.
         path: of the file, which is written anew; None: a temporary one, removed at the end.
+        copies_first: the first update copies the weights, as that of
+            `torch.optim.swa_utils.AveragedModel` does.
 
     Attributes:
         path: of the file: safetensors with the names of `model.named_parameters()`.
-        steps: updates of the whole model since the average began.
 
     Raises:
         UsageError: a decay below 0 or above 1.
         UnsupportedError: a weight whose memory order is not row-major.
+        StoreError: the save that the job goes on from has averages of other weights.
     """
 
-    def __init__(self, job: Job, decay: float = 0.999, path: str | Path | None = None) -> None:
+    def __init__(
+        self, job: Job, decay: float = 0.999, path: str | Path | None = None, *, copies_first: bool = False
+    ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise UsageError(f"the decay of an average is from 0 to 1, not {decay!r:.40}")
         self._job = job
@@ -75,12 +82,19 @@ class MemfitEma:
         self._places: dict[str, _AveragePlace] = {}
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         self._is_applied = False
+        self._copies_at: int | None = None
         try:
             self._lay_out()
-            self._copy_weights()
+            found = job.averages.add(self, job.steps)
+            if found is None:
+                self._copy_weights()
+            else:
+                self.read(found)
+            self._copies_at = job.steps if copies_first and found is None else None
             self._handle = job.on_update(None, self._move)
         except BaseException:
             os.close(self._file)
+            job.averages.remove(self)
             raise
 
     def _temporary(self) -> Path:
@@ -92,6 +106,7 @@ class MemfitEma:
         repeated.
         """
         self._handle.remove()
+        self._job.averages.remove(self)
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -121,6 +136,35 @@ class MemfitEma:
         finally:
             self._is_applied = False
             self._exchange()
+
+    # --- saves -----------------------------------------------------------------------------------
+
+    @property
+    def is_saved(self) -> bool:
+        """Tells whether a save has the averages: where they are applied, its weights are they."""
+        return self._file >= 0 and not self._is_applied
+
+    def write(self, path: Path) -> None:
+        """Writes the averages into a new file, as `job.save` asks."""
+        with path.open("xb") as file:
+            _copy_file(self._file, file.fileno(), os.fstat(self._file).st_size)
+            os.fsync(file.fileno())
+
+    def read(self, path: Path) -> None:
+        """Takes the averages of a file that `write` wrote, as `job.load` asks.
+
+        Raises:
+            StoreError: they are of other weights, or the file is cut.
+        """
+        with path.open("rb") as file:
+            nbytes = os.fstat(self._file).st_size
+            is_alike = os.fstat(file.fileno()).st_size == nbytes
+            if not is_alike or os.pread(file.fileno(), self._begin, 0) != os.pread(self._file, self._begin, 0):
+                raise StoreError(
+                    f"{path} has averages of other weights than the model's that train, or is damaged: load a save of this model, or remove that file"
+                )
+            _copy_file(file.fileno(), self._file, nbytes)
+        self._copies_at = None
 
     # --- the file --------------------------------------------------------------------------------
 
@@ -175,8 +219,11 @@ class MemfitEma:
         if place is None:
             return
         weight = piece.weight.detach().cpu()
-        average = self._get(place, piece.first, weight.numel())
-        average.lerp_(weight.to(place.dtype), 1.0 - self._decay)
+        if self._job.steps == self._copies_at:
+            average = weight.to(place.dtype, copy=True)
+        else:
+            average = self._get(place, piece.first, weight.numel())
+            average.lerp_(weight.to(place.dtype), 1.0 - self._decay)
         self._put(place, piece.first, average)
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
@@ -206,3 +253,14 @@ def _write(file: int, data: object, offset: int) -> None:
     while left:
         done = os.pwrite(file, left, offset)
         left, offset = left[done:], offset + done
+
+
+def _copy_file(source: int, target: int, nbytes: int) -> None:
+    """Copies a file from its beginning, a piece at a time: neither position moves."""
+    done = 0
+    while done < nbytes:
+        found = os.pread(source, min(1 << 21, nbytes - done), done)
+        if not found:
+            raise OSError("a file of averages ends before its end: it was cut from outside")
+        _write(target, found, done)
+        done += len(found)

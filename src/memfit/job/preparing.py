@@ -24,7 +24,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.job.plan_checks import check_meaning
 from memfit.job.setup import Planned, Prepared, Setup
-from memfit.job.user_hooks import hooks_of, tell_hooks
+from memfit.job.user_hooks import hooks_of, marks_of, tell_hooks
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_step
@@ -181,6 +181,7 @@ class PreparedShapes:
         self._known = {planned.signature: planned.prepared}
         self._modes = _modes(planned.setup.problem.model)
         self._hooks = hooks_of(planned.setup.problem.model)
+        self._marks: tuple[object, ...] = ()
 
     @property
     def known(self) -> tuple[Prepared, ...]:
@@ -196,6 +197,9 @@ class PreparedShapes:
                 again until it does not raise.
         """
         model = self._planned.setup.problem.model
+        marks = marks_of(model)
+        if marks == self._marks:
+            return
         modes, hooks = _modes(model), hooks_of(model)
         if hooks != self._hooks:
             check_hooks()
@@ -204,6 +208,8 @@ class PreparedShapes:
             self._modes, before = modes, self._hooks
             self._hooks = hooks
             tell_hooks(model, before, "a step was planned anew, as they were registered after fit", stacklevel=5)
+        # Last: where the check raises, it is asked again.
+        self._marks = marks
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns what depends on the batch's shapes, planned for when they come.

@@ -95,6 +95,7 @@ def save_job(
     has_states: bool = True,
     operations: FileOperations | None = None,
     writes: bool = True,
+    write_beside: Callable[[Path], object] | None = None,
 ) -> SaveResult:
     """Writes a job between two steps, a piece at a time.
 
@@ -120,6 +121,7 @@ def save_job(
         has_states: False writes weights and configuration alone.
         operations: the system calls; tests make them fail.
         writes: False on a rank that others gather from, while one of them writes.
+        write_beside: writes further files into the new directory, before it takes its place.
 
     Raises:
         StoreError: the disk, with the bytes needed and free where it is full. UsageError: a
@@ -148,7 +150,13 @@ def save_job(
     if index is not None:
         texts[INDEX_NAME] = index
     check_other_model(target, _config_fields(model, blocks))
-    write_save(target, files, texts, lambda new: _write_configs(model, new, blocks), operations=used)
+
+    def write_others(new: Path) -> None:
+        _write_configs(model, new, blocks)
+        if write_beside is not None:
+            write_beside(new)
+
+    write_save(target, files, texts, write_others, operations=used)
     return SaveResult(
         directory=target,
         files={f.name: f.header.file_bytes for f in files},

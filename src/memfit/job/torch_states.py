@@ -1,18 +1,21 @@
-"""Optimizer states as a file of `torch.save`, written without ever holding them all.
+"""Optimizer states as a file of `torch.save`, written and read without ever holding them all.
 
 In: a job's optimizer and its states at home. Out: a file that `torch.load` reads as
-`optimizer.state_dict()`.
+`optimizer.state_dict()`; or such a file's states at home.
 
 [Note: a file with holes]
 `torch.save` writes fake tensors as ordinary ones whose bytes are missing, and `torch.load` under
 fake tensors tells where in the file each storage lies. So the state dict is saved with fake states
 first, then each parameter's states are read from home and written into their places. The sums of
-the archive are those of the empty file: `torch.load` does not look at them, `unzip` warns.
+the archive are those of the empty file: `torch.load` does not look at them, `unzip` warns. A file
+is read in the same way. Mapped into memory its pages would count, and stay as long as one number of
+it is used.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,49 @@ def write_states(path: Path, assembly: Assembly) -> None:
         new.unlink(missing_ok=True)
 
 
+def read_states(path: Path, assembly: Assembly) -> None:
+    """Gives a job's optimizer the settings and states of a file. See [Note: a file with holes].
+
+    Memory: the states of one parameter.
+
+    Args:
+        path: of `torch.save(optimizer.state_dict())`.
+        assembly: between two steps.
+
+    Raises:
+        StoreError: the file cannot be read, or is not one.
+        UsageError: its states do not fit the optimizer; nothing was changed.
+    """
+    try:
+        with FakeTensorMode():
+            placed = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            for group in placed["param_groups"]:
+                group.update(
+                    {key: _value(file.fileno(), key, value) for key, value in group.items() if key != "params"}
+                )
+            own = dict(_states(assembly, placed))
+
+            def read(name: str, state: dict[str, Any]) -> dict[str, Any]:
+                places = own.get(name, {})
+                return {
+                    # In the dtype and on the device that loading gave it.
+                    key: _value(file.fileno(), key, places[key]).to(value.dtype)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in state.items()
+                }
+
+            with assembly.reading_states(read):
+                assembly.setup.optimizer.load_state_dict(placed)
+    except OSError as error:
+        raise explain(error, doing="read the optimizer's states", path=path) from error
+    except (KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        raise StoreError(
+            f"{path} is not what torch.save(optimizer.state_dict()) writes, or is damaged ({type(error).__name__}: {str(error)[:120]}): name another checkpoint"
+        ) from error
+
+
 def _states(assembly: Assembly, placed: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the name of each parameter with its states in the file, in the order of the groups."""
     names = {id(slot.parameter): name for name, (_, slot) in assembly.place.items()}
@@ -73,10 +119,27 @@ def _fill(file: int, places: dict[str, Any], values: dict[str, Any]) -> None:
         value = values[key]
         own = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype).copy_(value)
         content: Any = own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy()
-        offset: Any = place.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]  # noqa: SLF001, where torch says it
-        if offset is None:
-            raise StoreError(
-                f"torch.load does not tell where {key!r} lies in the file: this version of torch is not supported"
-            )
-        written = os.pwrite(file, content, offset)
+        written = os.pwrite(file, content, _offset(place, key))
         assert written == content.nbytes, "files on a disk take all or raise"
+
+
+def _value(file: int, key: str, place: Any) -> Any:
+    """Returns the values of a tensor of the file, in memory of its own; what is no tensor as it is."""
+    if not isinstance(place, torch.Tensor):
+        return place
+    found = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype)
+    content: Any = found.as_strided((found.numel(),), (1,)).view(torch.uint8).numpy()
+    if found.numel():
+        first = _offset(place, key) + int(place.storage_offset()) * place.element_size()
+        if os.preadv(file, [memoryview(content)], first) != content.nbytes:
+            raise StoreError(f"the file of optimizer states ends in the middle of {key!r}: it is damaged")
+    return found
+
+
+def _offset(place: torch.Tensor, key: str) -> int:
+    offset: Any = place.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]  # noqa: SLF001, where torch says it
+    if offset is None:
+        raise StoreError(
+            f"torch.load does not tell where {key!r} lies in the file: this version of torch is not supported"
+        )
+    return offset

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from memfit.core.errors import MemfitWarning, UnsupportedError
@@ -73,6 +74,33 @@ def hooks_of(model: nn.Module) -> tuple[tuple[str, object], ...]:
         found += ((name, code) for code in _codes(module))
     for name, parameter in model.named_parameters():
         found += ((name, _code(hook) or type(hook)) for hooks in gradient_hooks(parameter) for hook in hooks)
+    return tuple(found)
+
+
+def marks_of(model: nn.Module) -> tuple[object, ...]:
+    """Returns modes and numbers of hooks, memfit's own included, of all modules and parameters: as
+    long as they are the same, so are modes and `hooks_of`, which takes many times longer.
+    """
+    found: list[object] = []
+    pending, seen = [model], set[int]()
+    # Parameters may be away, and their class would answer in Python.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001, nothing public does it
+        while pending:
+            module = pending.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            own = vars(module)
+            found += (id(module), own.get("training"))
+            # A number is given once in a process (`torch.utils.hooks.RemovableHandle`).
+            found += ((kind, *hooks) for kind in _KINDS if (hooks := own.get(kind)))
+            for parameter in own["_parameters"].values():
+                if parameter is not None:
+                    found.append(id(parameter))
+                    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # noqa: SLF001, as above
+                        if hooks:
+                            found.append(tuple(hooks))
+            pending += [child for child in own["_modules"].values() if child is not None]
     return tuple(found)
 
 

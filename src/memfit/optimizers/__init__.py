@@ -10,6 +10,7 @@ hooks, LR schedulers) while memfit owns the states.
 from memfit.optimizers.driver import OptimizerDriver
 from memfit.optimizers.interception import AwayStates, OwnerCallbacks
 from memfit.optimizers.kinds import UpdateKind, Verdict
+from memfit.optimizers.standing import StandingPart
 from memfit.optimizers.state_tensors import StateTensor
 
-__all__ = ["AwayStates", "OptimizerDriver", "OwnerCallbacks", "StateTensor", "UpdateKind", "Verdict"]
+__all__ = ["AwayStates", "OptimizerDriver", "OwnerCallbacks", "StandingPart", "StateTensor", "UpdateKind", "Verdict"]

@@ -28,13 +28,14 @@ from memfit.optimizers.elsewhere import HostUpdates
 from memfit.optimizers.interception import AdoptedStep, Interception, OwnerCallbacks
 from memfit.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
 from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.standing import StandingSteps
 from memfit.optimizers.state_tensors import StateTensor, learn_layout
 from memfit.optimizers.step_hooks import run_post_hooks, run_pre_hooks
 from memfit.optimizers.temporaries import UpdateCost, update_cost
 from memfit.optimizers.validation import Entry, validated_entries
 
 
-class OptimizerDriver:
+class OptimizerDriver(StandingSteps):
     """Runs one optimizer on pieces.
 
     Memory: layouts and names only; `update` needs what the class itself needs for tensors of the

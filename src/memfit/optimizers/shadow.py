@@ -60,6 +60,8 @@ class Part:
     gradient: torch.Tensor
     state: State
     """Used as it is: tensors in it are updated in place. Pass copies of what must not change."""
+    leaf: torch.nn.Parameter | None = None
+    """Over the weight, made before; None: one is made."""
 
 
 def bare_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
@@ -222,6 +224,9 @@ class Shadow:
             self.used_groups = [{k: v for k, v in g.items() if k != "params"} for g in instance.param_groups]
             instance.state = defaultdict(dict)
             instance.param_groups = []
+            for part in parts:
+                if part.leaf is not None:
+                    part.leaf.grad = None  # the leaf stands; its gradient is of this step
 
     def _groups_for(self, parts: Sequence[Part], proxies: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Copies of the groups that own the parts, in group order, with the proxies as their
@@ -250,7 +255,9 @@ def _proxy(part: Part) -> torch.nn.Parameter:
             f"{tuple(part.weight.shape)} {part.weight.dtype}: an optimizer needs both alike. Convert the gradient to "
             "the weight's dtype first."
         )
-    proxy = torch.nn.Parameter(part.weight.detach(), requires_grad=True)
+    proxy = part.leaf
+    if proxy is None:
+        proxy = torch.nn.Parameter(part.weight.detach(), requires_grad=True)
     own_attributes = getattr(part.parameter, "__dict__", None)
     if own_attributes:
         vars(proxy).update(own_attributes)

@@ -1,0 +1,183 @@
+"""Saves of a job: written, and read back between two steps.
+
+In: a job between two steps. Out: directories that `from_pretrained` reads and runs go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from memfit.core.errors import TornStepError, UsageError
+from memfit.core.log import LOG
+from memfit.job.assembly import Assembly
+from memfit.job.averages import Averages
+from memfit.job.ending import check_alone
+from memfit.job.loading import LoadResult, load_into_job, load_states
+from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
+from memfit.job.step_runner import StepRunner
+from memfit.job.together import together
+from memfit.job.torch_states import read_states, write_states
+from memfit.job.watching import WatchedJob
+from memfit.tensors.with_frozen import saved_model
+
+
+class SavedJob(WatchedJob):
+    """Saves of a job.
+
+    Args:
+        runner: makes the job's steps.
+        source: the save that the job goes on from, if it does.
+
+    Attributes:
+        averages: of the weights, which are saved and loaded with them; see `MemfitEma`.
+    """
+
+    def __init__(self, runner: StepRunner, source: Path | None = None) -> None:
+        super().__init__(runner)
+        self.averages = Averages()
+        self.averages.note_source(source, self.steps)
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+        extra: Mapping[str, Any] | None = None,
+        form: Literal["memfit", "trainer", "weights"] = "memfit",
+    ) -> SaveResult:
+        """Saves weights, optimizer and training position as safetensors and JSON.
+
+        See `saving.save_job`.
+
+        On several ranks all call it with the same directory; rank 0 writes one set of files, of
+        pieces that it gathers.
+
+        Memory: two pieces of 2 MiB.
+
+        Args:
+            directory: its save is replaced atomically when all is written; an interrupted save
+                leaves the old one. Other files in it stay.
+            max_shard_bytes: largest size of a file of weights.
+            extra: JSON-like values that are saved too (numbers, strings, lists, dictionaries, such
+                as a scheduler's `state_dict()`) and returned by `load`.
+            form: "weights" writes weights and configuration alone, for `from_pretrained`. "trainer"
+                adds the states as `optimizer.pt`, as `torch.save` writes `optimizer.state_dict()`,
+                one parameter at a time: for transformers' `Trainer`. Runs go on from "memfit".
+
+        Raises:
+            StoreError: the disk failed.
+            UsageError: the directory cannot be used, or the job is closed.
+            TornStepError: blocks hold weights of different steps.
+        """
+        assembly = self._check_usable()
+        assembly.keep_changes()
+        check_form(form, extra)
+        if form == "trainer":
+            check_alone(assembly, 'job.save(form="trainer")')
+        # Weights and states are those of the step that waits for its `job.step`, if one does.
+        journal, scaler = assembly.journal, self.loss_scaler
+        waiting = journal if journal is not None and journal.is_waiting else None
+        # What a save works on is host memory.
+        ranks = assembly.setup.ranks
+        with (
+            together(ranks, "job.save", digest=str(directory)),
+            self._machine.phase("save"),
+            self._machine.host_ledger(),
+        ):
+            saved = save_job(
+                directory,
+                model=saved_model(assembly.model),
+                optimizer=assembly.setup.optimizer,
+                blocks=assembly.blocks,
+                states=assembly.states,
+                steps=self.steps + (waiting is not None),
+                scaler=scaler.after_a_step() if scaler is not None and waiting is not None else scaler,
+                noise=assembly.noise,
+                random=None if waiting is None else waiting.random(),
+                max_shard_bytes=max_shard_bytes,
+                extra=extra,
+                has_states=form == "memfit",
+                write_beside=self.averages.write if form == "memfit" else None,
+                writes=ranks is None or ranks.rank == 0,
+            )
+            if form == "trainer":
+                write_states(saved.directory / "optimizer.pt", assembly)
+            LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
+            return saved
+
+    def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
+        """Loads weights from files, and the training state too if `save` wrote them.
+
+        The training state is the optimizer's states and settings, the loss scale, the number of
+        steps, and random generators. All of it is compared with the model and the optimizer before
+        anything is changed.
+
+        Memory: one parameter, in its master's dtype; its states; a piece of 2 MiB.
+
+        Args:
+            source: as in `fit(weights=...)`.
+            restore_random: restores torch's default generators and the noise of stochastic
+                rounding, if the source is a save.
+
+        Returns:
+            The steps and the `extra` of the save; without a save the steps so far and None.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+            UsageError: the files do not fit the model or the optimizer, or the job has a `store=`.
+            TornStepError: raised by later calls if loading was interrupted midway.
+        """
+        found = load_into_job(source, self._check_loadable(), restore_random=restore_random)
+        self.averages.note_source(Path(source).expanduser(), self.steps)
+        return found
+
+    def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
+        """Loads the training state of a save without its weights, which the job has already (by
+        `memfit.fit(weights=directory)`, for example). See `load`.
+
+        A file of `torch.save(optimizer.state_dict())`, as transformers' `Trainer` writes it
+        (`optimizer.pt`), is read too, one parameter's states at a time; steps and generators are as
+        before.
+
+        Args:
+            directory: written by `save`; or such a file.
+            restore_random: restores torch's default generators and the noise of stochastic
+                rounding.
+
+        Raises:
+            StoreError: a file is missing, damaged or not memfit's.
+            UsageError: the save does not fit the optimizer; nothing was changed.
+        """
+        source = Path(directory).expanduser()
+        if source.is_file():
+            assembly = self._check_loadable()
+            check_alone(assembly, "job.load_states(file)")
+            read_states(source, assembly)
+            return LoadResult(steps=self.steps, extra={})
+        found = load_states(directory, self._check_loadable(), restore_random=restore_random)
+        self.averages.note_source(source, self.steps)
+        return found
+
+    def _check_usable(self) -> Assembly:
+        assembly = self._check_open()
+        if assembly.is_stepping:
+            raise UsageError(
+                "the job is in the middle of a step, or of job.inference(): what runs inside cannot step, evaluate or save it"
+            )
+        if assembly.torn is not None:
+            raise TornStepError(
+                f"the step is torn: {assembly.torn}; some blocks hold new weights and some old ones. Go back: "
+                f"{assembly.checkpointer.way_back()}"
+            )
+        return assembly
+
+    def _check_loadable(self) -> Assembly:
+        assembly = self._check_usable()
+        if assembly.setup.run is not None:
+            raise UsageError(
+                "a job with store= has its own weights, states and steps: give the directory of the run to resume= instead, or "
+                "begin one with fit(weights=..., store=...)"
+            )
+        return assembly
