@@ -208,9 +208,8 @@ def _memfit(case: Case) -> int:
     parts = build(case)
     profile = memfit.profile(*parts)
     trace = profile.traces[profile.batch_rows]
-    states = sum(profile.state_bytes.values())
     batch = sum(tensor.nbytes for tensor in tensors_in(parts[3]))
-    return profile.weight_bytes + states + profile.buffer_bytes + batch + trace.plain_peak_bytes
+    return profile.plain_step_bytes(trace) + batch
 
 
 def _fake_parts(case: Case) -> tuple[Any, tuple[Any, ...]]:

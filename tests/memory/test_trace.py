@@ -171,6 +171,28 @@ def test_the_traced_peak_equals_what_the_profiler_sees_of_the_real_step(name: st
     assert only(found).plain_peak_bytes >= measured - 512
 
 
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}])
+def test_the_peak_of_a_plain_step_may_be_in_the_optimizer_s_own(settings: dict[str, Any]) -> None:
+    """A wide layer and few rows: what AdamW makes for one weight, or for all at once, is more than
+    all activations.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    batch = torch.randn(4, 256)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    measured, _ = profiler_peak(step)
+    found = memfit.profile(model, optimizer, lambda m, x: m(x).sum(), batch)
+    resting = found.weight_bytes + sum(found.state_bytes.values())
+    assert measured == pytest.approx(found.plain_step_bytes(only(found)) - resting, rel=0.01)
+    assert (found.plain_update_bytes < 1024) is settings.get("fused", False)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["mixtral", "llama", "vit", "perceptron"])
 def test_a_trace_of_fake_tensors_and_one_of_real_tensors_are_the_same_in_every_figure(name: str) -> None:

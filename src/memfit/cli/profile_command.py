@@ -183,18 +183,15 @@ def _each(figures: tuple[str, ...], count: int) -> tuple[str, ...]:
 
 
 def _print_categories(console: Console, found: Profile, trace: TraceProfile) -> None:
-    weights = found.weight_bytes
-    gradients = sum(block.gradient_bytes for block in found.blocks)
-    states = sum(found.state_bytes.values())
-    peak = weights + states + found.buffer_bytes + trace.plain_peak_bytes
     rows = [
-        ("weights", format_bytes(weights)),
-        ("gradients", format_bytes(gradients)),
-        ("optimizer states", format_bytes(states)),
+        ("weights", format_bytes(found.weight_bytes)),
+        ("gradients", format_bytes(found.gradient_bytes)),
+        ("optimizer states", format_bytes(sum(found.state_bytes.values()))),
         ("buffers", format_bytes(found.buffer_bytes)),
         ("activations at their peak", format_bytes(trace.whole_peak_bytes)),
         ("forward and backward at their peak, gradients included", format_bytes(trace.plain_peak_bytes)),
-        ("predicted peak of a plain step, interpreter not included", format_bytes(peak)),
+        ("the optimizer's own step beside all that", format_bytes(found.plain_update_bytes)),
+        ("predicted peak of a plain step, interpreter not included", format_bytes(found.plain_step_bytes(trace))),
     ]
     print_table(console, "By category", ("what", "bytes"), rows)
 

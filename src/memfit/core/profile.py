@@ -15,6 +15,7 @@ profiled per segment is what a schedule's action costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,7 @@ from memfit.core.showing import html_table
 from memfit.core.storage_profile import StorageProfile
 from memfit.core.units import format_bytes
 from memfit.core.untiled_attention import UntiledAttention
+from memfit.core.update_profile import UpdateProfile
 from memfit.core.work_kinds import Work
 
 _BLOCKS_SHOWN = 30
@@ -45,35 +47,6 @@ class TensorProfile:
     nbytes: int
     requires_grad: bool
     master_nbytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateProfile:
-    """Memory of the update of one parameter, which is made in pieces.
-
-    Attributes:
-        piece_elements: elements in a piece; the last one may have fewer.
-        first_piece_elements: the same in the parameter's first update, which makes its states; 0:
-            equal.
-        scratch_bytes: temporary memory of the optimizer for a piece.
-        host_scratch_bytes: the same on the host, beside an accelerator. The optimizer may have
-            another implementation there (one tensor at a time instead of several).
-        state_bytes: bytes of all states of the parameter at home.
-        encoded_elements: elements of encoded states, summed over states: twice the parameter's for
-            two encoded moments.
-        work_share: bytes that the optimizer's operations move for an element, as a multiple of what
-            AdamW's move.
-        needs_whole: the optimizer needs all of the parameter, so that one rank must hold it whole.
-    """
-
-    piece_elements: int
-    first_piece_elements: int = 0
-    scratch_bytes: int = 0
-    host_scratch_bytes: int = 0
-    state_bytes: int = 0
-    encoded_elements: int = 0
-    work_share: float = 1.0
-    needs_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +316,8 @@ class Profile:
             named has its state_bytes.
         encoded_elements: elements of states that an update decodes and encodes, by block name.
         updates: memory of updates, by parameter name.
+        updates_together: the optimizer's own step takes all parameters at once (`foreach`), and not
+            one after the other.
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training
             mode): the batch must not be split.
         unsplittable_buffers: names of buffers whose change by the forward depends on how the batch
@@ -379,6 +354,7 @@ class Profile:
     state_home_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
     updates: Mapping[str, UpdateProfile] = field(default_factory=dict[str, UpdateProfile])
+    updates_together: bool = False
     reads_batch_statistics: bool = False
     unsplittable_buffers: tuple[str, ...] = ()
     written_weights: tuple[str, ...] = ()
@@ -419,16 +395,33 @@ class Profile:
 
     def _totals(self) -> list[tuple[str, str]]:
         trace = self.traces.get(self.batch_rows) or next(iter(self.traces.values()))
-        weights, states = self.weight_bytes, sum(self.state_bytes.values())
-        peak = weights + states + self.buffer_bytes + trace.plain_peak_bytes
         sizes = {
-            "weights": weights,
-            "gradients": sum(block.gradient_bytes for block in self.blocks),
-            "optimizer states": states,
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer states": sum(self.state_bytes.values()),
             f"activations at their peak ({trace.rows} rows)": trace.whole_peak_bytes,
-            "peak of tensors": peak,
+            "peak of tensors": self.plain_step_bytes(trace),
         }
         return [(what, format_bytes(nbytes)) for what, nbytes in sizes.items()]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(block.gradient_bytes for block in self.blocks)
+
+    @property
+    def plain_update_bytes(self) -> int:
+        """Most that the optimizer's own step has alive beside weights, gradients and states."""
+        elements = {p.name: math.prod(p.shape) for block in self.blocks for p in block.parameters}
+        each = [update.scratch_of(elements[name]) for name, update in self.updates.items()]
+        return sum(each) if self.updates_together else max(each, default=0)
+
+    def plain_step_bytes(self, trace: TraceProfile) -> int:
+        """Returns the peak of tensors in a plain step of a traced batch, without the batch: in
+        forward and backward, or in `optimizer.step()`.
+        """
+        resting = self.weight_bytes + sum(self.state_bytes.values()) + self.buffer_bytes
+        return resting + max(trace.plain_peak_bytes, self.gradient_bytes + self.plain_update_bytes)
 
     def block(self, name: str) -> BlockProfile:
         """Returns the block of that name. Raises `KeyError` if there is none."""

@@ -25,9 +25,10 @@ from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
-from memfit.core.profile import BlockProfile, Profile, UpdateProfile
+from memfit.core.profile import BlockProfile, Profile
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB
+from memfit.core.update_profile import UpdateProfile
 from memfit.deferred.aside import WeightsAside
 from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import in_half
@@ -258,6 +259,7 @@ class Problem:
         """The profile with what is known of the optimizer and of the loss's result."""
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
         known: dict[str, Any] = {"updates": updates, "state_home_bytes": at_home, "rows_are_alike": self.cut.is_even}
+        known["updates_together"] = ("accelerator" if self._has_host else "cpu") in self.driver.together
         found = replace(found, **known, counts_losses=counts_losses)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor

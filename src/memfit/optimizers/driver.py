@@ -45,6 +45,8 @@ class OptimizerDriver(StandingSteps):
     thread runs autograd.
 
     Attributes:
+        together: where ("cpu", "accelerator") the class's own step takes the tensors of a group
+            together, as torch's do on an accelerator unless they are told not to.
         takes_one_by_one: a step on a processor has temporary memory of one parameter at a time,
             however many there are: torch's own loops.
         on_host: tells whether updates of parameters on an accelerator can run on the host.
@@ -73,7 +75,8 @@ class OptimizerDriver(StandingSteps):
         self._verdicts: dict[int, Verdict] = decided or detect(optimizer, list(self._entries.values()))
         self.on_host = HostUpdates(optimizer, list(self._entries.values()), self._verdicts)
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self.takes_one_by_one = is_torchs and not any(group.get("foreach") for group in optimizer.param_groups)
+        self.together = _together(optimizer)
+        self.takes_one_by_one = is_torchs and "cpu" not in self.together
         self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
         self._costs: dict[tuple[Any, ...], UpdateCost] = {}
@@ -419,6 +422,14 @@ class OptimizerDriver(StandingSteps):
         for name, entry in self._entries.items():
             state = loaded.get(entry.parameter, {})
             structure.check_whole_state("load_state_dict", name, self.state_layout(name), state)
+
+
+def _together(optimizer: Optimizer) -> frozenset[str]:
+    groups = [group for group in optimizer.param_groups if "foreach" in group]
+    where = {"cpu", "accelerator"} if any(group["foreach"] for group in groups) else set[str]()
+    if any(group["foreach"] is None and not group.get("fused") for group in groups):
+        where.add("accelerator")
+    return frozenset(where)
 
 
 def _lend(

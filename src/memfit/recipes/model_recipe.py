@@ -95,7 +95,7 @@ def model_recipe(
 
 
 def _recipe(task: ModelTask, config: Any, source: Path, learning_rate: float, data: str, **of_the_data: Any) -> Recipe:
-    """What the runs have in common, beside fields that follow from the data."""
+    """The run, with the fields that do not follow from the kind of data."""
     has_weights = _has_weights(source)
     kind, weights = (
         type(config).__name__.removesuffix("Config"),

@@ -36,18 +36,16 @@ def profile_tables(profile: Profile, trace: TraceProfile, plan: Plan) -> dict[st
         plan: the decisions that rows of blocks tell.
     """
     whole = profile.traces.get(profile.batch_rows, trace)
-    gradients = sum(block.gradient_bytes for block in profile.blocks)
-    states = sum(profile.state_bytes.values())
     return {
         "rows": trace.rows,
         "plain_rows": whole.rows,
         "plain": [
             ["weights", profile.weight_bytes],
-            ["gradients", gradients],
-            ["optimizer states", states],
+            ["gradients", profile.gradient_bytes],
+            ["optimizer states", sum(profile.state_bytes.values())],
             ["buffers", profile.buffer_bytes],
             ["activations at their peak", whole.whole_peak_bytes],
-            ["peak", profile.weight_bytes + states + profile.buffer_bytes + whole.plain_peak_bytes],
+            ["peak", profile.plain_step_bytes(whole)],
         ],
         "blocks": block_rows(profile, trace, plan),
         "largest_saved": _largest_saved(trace),

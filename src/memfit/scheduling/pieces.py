@@ -28,9 +28,10 @@ from dataclasses import dataclass
 
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
 from memfit.core.plan import Plan
-from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
+from memfit.core.profile import BlockProfile, Profile, TensorProfile
 from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier
+from memfit.core.update_profile import UpdateProfile
 from memfit.scheduling.known_facts import KnownFacts
 
 _WIDE_BYTES = 4

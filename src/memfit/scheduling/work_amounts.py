@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable
 
 from memfit.core.plan import Plan
-from memfit.core.profile import CallProfile, Profile, TraceProfile, UpdateProfile
+from memfit.core.profile import CallProfile, Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
+from memfit.core.update_profile import UpdateProfile
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.scheduling.sizes import update_share
 
