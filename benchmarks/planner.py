@@ -76,8 +76,8 @@ def machines() -> dict[str, Hardware]:
     }
 
 
-def profile_of(name: str) -> Profile:
-    """Traces a model that has no bytes, in bf16 with masters under AdamW."""
+def profile_of(name: str, *, layers: int = 16) -> Profile:
+    """Traces a model that has no bytes, in bf16 with masters under AdamW; of "llama1b" so many layers."""
     import torch
     import transformers as hf
 
@@ -110,7 +110,7 @@ def profile_of(name: str) -> Profile:
         return model(pixel_values=batch["x"], labels=batch["y"]).loss
 
     build = {
-        "llama1b": lambda: llama(2048, 8192, 16),
+        "llama1b": lambda: llama(2048, 8192, layers),
         "llama8b": lambda: llama(4096, 14336, 32),
         "gpt2m": gpt,
         "vitl": vit,

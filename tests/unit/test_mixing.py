@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
@@ -232,10 +234,9 @@ def of_whole_batches(layers: int) -> Profile:
     return replace(profile, traces={4: profile.traces[4]})
 
 
-@pytest.mark.parametrize("limit", [1.8, 2.6])
-def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones(limit: float) -> None:
+def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones() -> None:
     profile, hardware = of_whole_batches(3), card()
-    budget = Budget(limit_bytes=int(limit * GIB))
+    budget = Budget(limit_bytes=int(1.8 * GIB))
     alike = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,), mixes_below=0.0)
     mixed = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
     assert mixed == choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
@@ -244,7 +245,7 @@ def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones(limit: float)
     assert mixed.weighed_s <= alike.weighed_s
     check_schedule(mixed.schedule, mixed.plan, profile)
     step = lower(build_step(mixed.plan, profile, clips_norm=False), mixed.plan, profile, device="card")
-    assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= limit * GIB
+    assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= 1.8 * GIB
 
 
 @settings(max_examples=1, deadline=None)
@@ -284,6 +285,76 @@ def test_of_210_pairs_of_limits_the_larger_is_never_slower(data: st.DataObject) 
     for (first, a), (second, b) in itertools.combinations(zip(limits, chosen, strict=True), 2):
         assert a.timeline.peak_bytes <= first and b.timeline.peak_bytes <= second
         assert b.weighed_s <= a.weighed_s
+
+
+def with_masters(profile: Profile) -> Profile:
+    """Weights in bf16, each with a master in fp32."""
+    blocks = [
+        replace(
+            block,
+            parameters=tuple(
+                replace(p, dtype="bfloat16", nbytes=p.nbytes // 2, master_nbytes=p.nbytes) for p in block.parameters
+            ),
+        )
+        for block in profile.blocks
+    ]
+    return replace(profile, blocks=tuple(blocks))
+
+
+PERMISSIONS = (frozenset({"bf16"}), frozenset({"bf16-weights-sr"}), frozenset({"bf16", "bf16-weights-sr"}))
+
+
+def check_permissions(profile: Profile, hardware: Hardware, limits: list[int], tiers: tuple[Tier, ...]) -> None:
+    """Of the three sets the last one holds both others."""
+    for limit in limits:
+        found: list[float] = []
+        for allow in PERMISSIONS:
+            try:
+                choice = choose_plan(
+                    profile,
+                    Budget(limit_bytes=limit),
+                    hardware,
+                    tiers=tiers,
+                    allow=allow,
+                    compute=ComputeDtype.BFLOAT16,
+                )
+            except DoesNotFitError:
+                found.append(math.inf)
+                continue
+            assert choice.timeline.peak_bytes <= limit
+            assert choice.plan.drops_masters in {"bf16" not in allow, "bf16-weights-sr" in allow}
+            found.append(choice.weighed_s)
+        assert found[2] <= min(found[:2])
+
+
+def test_a_further_permission_is_never_slower() -> None:
+    profile = with_masters(replace(of_whole_batches(2), host_update_obstacle="for fewer plans"))
+    check_permissions(profile, card(host=4e9), [int(1.15 * GIB)], (Tier.HOST,))
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_of_200_pairs_of_permissions_the_further_is_never_slower(data: st.DataObject) -> None:
+    """Five limits each, two pairs of permissions a limit."""
+    profile = with_masters(large_profile(data.draw(st.integers(2, 4))))
+    profile = replace(
+        profile, traces={rows: profile.traces[rows] for rows in data.draw(st.sampled_from([(4,), (4, 2)]))}
+    )
+    hardware = card(
+        host=data.draw(st.sampled_from([2e9, 8e9, 22e9])),
+        disk=data.draw(st.sampled_from([1e9, 5e9])),
+        host_updates=data.draw(st.sampled_from([5e8, 2e9])),
+    )
+    with pytest.raises(DoesNotFitError) as refused:
+        choose_plan(
+            profile, Budget(limit_bytes=1), hardware, tiers=TIERS, mixes_below=0.0, compute=ComputeDtype.BFLOAT16
+        )
+    least = refused.value.smallest_limit_bytes or 0
+    parts = data.draw(st.lists(st.floats(0.9, 3.0), min_size=5, max_size=5))
+    check_permissions(
+        profile, hardware, [int(least * part) for part in parts], data.draw(st.sampled_from([TIERS, TIERS[:1]]))
+    )
 
 
 @given(least=st.integers(1, 1 << 45), factors=st.tuples(st.floats(1, 50), st.floats(1, 50)), units=st.integers(1, 200))
@@ -327,9 +398,9 @@ def test_a_mixed_plan_is_found_where_no_uniform_one_fits() -> None:
 
 
 def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:
-    profile = gpt_profile(layers=4, width=2048, tokens=2048, batch_rows=4, rows=(4,), vocabulary=16)
+    profile = gpt_profile(layers=2, width=2048, tokens=2048, batch_rows=4, rows=(4,), vocabulary=16)
     assert find_units(profile).ends == ()
-    choice = choose_plan(profile, Budget(limit_bytes=4 * GIB), card(), tiers=TIERS)
+    choice = choose_plan(profile, Budget(limit_bytes=int(1.4 * GIB)), card(), tiers=TIERS[:1])
     assert choice.bound_s is not None
     check_schedule(choice.schedule, choice.plan, profile)
 
@@ -337,12 +408,12 @@ def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_the_search_is_near_brute_force_on_four_layers(prefetch: int) -> None:
-    """Every plan of 4 policies and 3 homes a layer, 20,736 of them, predicted; 15 limits."""
-    regret_against_all(layers=4, prefetch=prefetch, limits=15, worst=0.05, median=0.01)
+    """Every plan of 4 policies and 3 homes a layer, 20,736 of them, predicted; 15 limits. As the issue asks: `benchmarks/regret.py`."""
+    regret_against_all(layers=4, prefetch=prefetch, limits=15, worst=0.005, median=0.0)
 
 
 def test_the_search_is_near_brute_force_on_three_layers() -> None:
-    regret_against_all(layers=3, prefetch=2, limits=4, worst=0.08, median=0.03)
+    regret_against_all(layers=3, prefetch=2, limits=1, worst=0.005, median=0.0)
 
 
 def regret_against_all(*, layers: int, prefetch: int, limits: int, worst: float, median: float) -> None:
@@ -377,4 +448,4 @@ def regret_against_all(*, layers: int, prefetch: int, limits: int, worst: float,
         assert chosen.plan.update is UpdateTime.IN_BACKWARD
         regrets.append(chosen.timeline.seconds / best - 1)
     assert max(regrets) <= worst, regrets
-    assert sorted(regrets)[len(regrets) // 2] <= median, regrets
+    assert sorted(regrets)[len(regrets) // 2] <= median + 1e-9, regrets

@@ -12,12 +12,20 @@ built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a pl
 sums must be predicted to be a tenth faster than one that does not. Unless nothing fits: then the
 smallest limit is looked for, in the order of a closer bound of the peak (`planning.bounds`), until
 none that is left can be below the smallest found.
+
+[Note: a further permission is never slower]
+Which mixed plans are looked for follows from the uniform ones that are known. Were those of a
+further permission among them, others would be looked for, and what was found without it might be
+missed. So plans of each permission are looked for by themselves, and the fastest of all is taken.
+Dtypes, chunks of the loss and formats are questions of their own already (`api.choosing`), and one
+is left out only where a bound says that it cannot win.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +46,7 @@ from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, p
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import Refusal
 from memfit.planning.uniform_search import UNIFORM_PATIENCE, UniformSearch
-from memfit.planning.widening import mixes, search_mixed
+from memfit.planning.widening import MixedPlans, mixes, search_mixed
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
@@ -134,30 +142,35 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
     if question.like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(question.like)]
     priced = [p for p in priced if question.allows(p)]
-    search = UniformSearch(priced, question)
-    bound_s: float | None = None
-    count = 0
-    built: list[BuiltCandidate] = []
     least_s = min(p.seconds_bound for p in priced)
-    if mixes_below and mixes(question):
+    is_mixing = bool(mixes_below) and mixes(question)
+    groups = _by_permission(priced) if is_mixing else [priced]
+    searches = [UniformSearch(group, question) for group in groups]
+    mixed: list[MixedPlans] = []
+    indices = counter(len(priced))
+    for search, group in zip(searches, groups, strict=True) if is_mixing else ():
         # Mixed plans are mostly faster: once they are known, most uniform ones need not be built.
         search.run(patience=UNIFORM_PATIENCE)
-        fitting = [b for b in search.built if b.fits]
-        found_s = min((b.weighed_s for b in fitting), default=math.inf)
+        fitting = [b.cost.seconds for b in search.built if b.fits]
         # Also where nothing fits: states, say, may be too many for each tier, and not for all.
-        if least_s < min([mixes_below, *(b.cost.seconds for b in fitting)]):
-            mixed = search_mixed(search, question)
-            built, bound_s, count = list(mixed.built), mixed.bound_s, mixed.count - len(mixed.built)
-            found_s = min([found_s, *(b.weighed_s for b in built if b.fits)])
+        if min(p.seconds_bound for p in group) < min([mixes_below, *fitting]):
+            mixed.append(search_mixed(search, question, indices))
+    built = [b for found in mixed for b in found.built]
+    bound_s = min((found.bound_s for found in mixed if found.bound_s is not None), default=None)
+    count = sum(found.count for found in mixed) - len(built)
+    for search in searches:
+        found_s = min(
+            (b.weighed_s for b in [*built, *(b for s in searches for b in s.built)] if b.fits), default=math.inf
+        )
         search.run(best_s=found_s)
-    else:
-        search.run()
-    built, waiting = search.built + built, search.waiting
+    built = [b for search in searches for b in search.built] + built
+    waiting = [p for search in searches for p in search.waiting]
+    crowded = [p for search in searches for p in search.crowded]
     fitting = [b for b in built if b.fits]
     if not fitting:
         built += _search_leanest(waiting, built, question)
         if not any(b.fits_elsewhere for b in built):
-            built += _search_leanest_beside(search.crowded, question)
+            built += _search_leanest_beside(crowded, question)
         raise _does_not_fit(built, question)
     best = min(fitting, key=lambda b: (b.weighed_s, b.priced.index))
     step = question.lower(best.priced.candidate.plan)
@@ -170,11 +183,20 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         reason=give_reason(built, best, question.budget, bound_s, count) + _order_told(best, question.profile),
         built=len(built) + count,
         regroups=best.priced.regroups,
-        unchanged_s=_unchanged_seconds(priced, built, [*waiting, *search.crowded]),
+        unchanged_s=_unchanged_seconds(priced, built, [*waiting, *crowded]),
         least_s=least_s,
         bound_s=bound_s,
         classics=_compared(priced, built, question) if compares else (),
     )
+
+
+def _by_permission(priced: list[PricedCandidate]) -> list[list[PricedCandidate]]:
+    """Groups candidates by what a user must have allowed for them inside of one question.
+
+    See [Note: a further permission is never slower].
+    """
+    groups = [[p for p in priced if p.candidate.plan.drops_masters is dropped] for dropped in (False, True)]
+    return [group for group in groups if group]
 
 
 def _compared(

@@ -134,6 +134,10 @@ class PlanQuestion:
         limit = tensor_bytes + self.budget.base_bytes + self.budget.reserve_bytes
         return replace(self, budget=replace(self.budget, limit_bytes=limit))
 
+    def predict(self, plan: Plan) -> Appraisal:
+        """Predicts the step of a plan."""
+        return appraise(self.lower(plan), self.pace)
+
     def build(self, priced: PricedCandidate) -> BuiltCandidate:
         """Builds the step of a candidate, lowers it and predicts it."""
         return self.judge(priced, self.lower(priced.candidate.plan))

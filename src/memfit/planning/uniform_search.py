@@ -43,6 +43,7 @@ class UniformSearch:
         # Of all limits that are asked about: predictions, and lower bounds of peaks.
         self._costs: dict[int, Appraisal] = {}
         self._peaks: dict[int, int] = {}
+        self._has_room: dict[int, bool] = {}
         self._bounds: PeakBounds | None = None
         self._all = tuple(reversed(self._left))
 
@@ -125,9 +126,13 @@ class UniformSearch:
     def _has_room_beside(self, candidate: PricedCandidate) -> bool:
         """Tells whether what rests beside the device is within the limits there."""
         question, plan = self._question, candidate.candidate.plan
-        # A store's room counts otherwise than what rests there.
-        limits = {tier: limit for tier, limit in question.limits.items() if not (question.scheme and tier is Tier.DISK)}
-        return all(home_bytes(plan, question.profile, tier) <= limit for tier, limit in limits.items())
+        known = self._has_room.get(candidate.index)
+        if known is None:
+            # A store's room counts otherwise than what rests there.
+            limits = {t: limit for t, limit in question.limits.items() if not (question.scheme and t is Tier.DISK)}
+            known = all(home_bytes(plan, question.profile, tier) <= limit for tier, limit in limits.items())
+            self._has_room[candidate.index] = known
+        return known
 
     def _build(self, candidate: PricedCandidate, question: PlanQuestion) -> BuiltCandidate:
         cost = self._costs.get(candidate.index)

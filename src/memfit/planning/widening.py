@@ -16,8 +16,8 @@ the same answer.
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There
 is one series of limits for all questions about a model, each 6 % above the one before (12 % and
-more where a model has very many layers; `series_of_limits`). From
-the smallest at which anything fits to the first that is not below the one asked about, plans are
+more where a model has very many layers, 1.5 % where it has few; `limit_series`). From the smallest
+at which anything fits to the first that is not below the one asked about, plans are
 looked for at each in turn, beginning from what the ones before have found. Of all plans that were
 judged on the way the fastest is taken that fits the limit asked about. A larger limit goes through
 the same series, and further: it has the same plans to choose from, and more.
@@ -35,11 +35,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count as counter
 
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
+from memfit.planning.limit_series import finer_by, series_of_limits
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, spread, whole_counts
 from memfit.planning.mixing import ByteRoom, Shares, best_shares
@@ -52,19 +52,18 @@ from memfit.planning.uniform_search import UniformSearch
 from memfit.prediction.bytes import Slot
 
 LEAST_WEIGHT_BYTES = 64 * MIB
-_LIMITS_AN_OCTAVE = 12
-# Models of more units than so many are looked at with half as many limits, and so on.
-_MANY_UNITS = 40
 # At one limit of the series: frames that are looked at; uniform plans that these come from, and
 # that are built in vain for them.
 _FRAMES = 2
 _MOST_UNIFORM, _PATIENCE = 40, 8
 # A frame that was so many times slower than another one is not looked at again.
 _TOO_SLOW = 1.2
-# The best is polished at every so-manieth limit of the series.
+# Where the series is not finer, it is polished at every so-manieth limit of the series.
 _POLISHED_EVERY = 3
-_PREFETCH = 2
-_BUFFERS_AHEAD = (2, 1, 3, 4)
+PREFETCH = 2
+"""Blocks fetched ahead in the frames of mixtures."""
+BUFFERS_AHEAD = (2, 1, 3, 4)
+"""The same as polishing tries them."""
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
 _STARTS = 2
@@ -108,44 +107,30 @@ class MixedPlans:
     bound_s: float | None = None
 
 
-def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, int]]:
-    """Yields the series' number and bytes of each limit, from the last that is not above the least
-    to the first that is not below the one asked about.
-
-    Args:
-        least: bytes that are needed at least.
-        asked: bytes that are asked about.
-        units: of the model.
-    """
-    an_octave = _LIMITS_AN_OCTAVE
-    while units > _MANY_UNITS and an_octave > 1:
-        an_octave, units = an_octave // 2, units // 2
-    number = math.floor(an_octave * math.log2(max(1, least)))
-    while True:
-        limit = math.ceil(2 ** (number / an_octave))
-        yield number, limit
-        if limit >= asked:
-            return
-        number += 1
-
-
-def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
+def search_mixed(uniform: UniformSearch, question: PlanQuestion, indices: Iterator[int]) -> MixedPlans:
     """Looks for mixed plans. See [Note: how mixed plans are looked for].
 
     Args:
         uniform: plans to begin from; their frames are looked at also where none of them fits.
         question: that is answered; it has a limit.
+        indices: numbers plans behind the listed ones.
     """
     units, asked = find_units(question.profile), question.budget.tensor_bytes
     assert asked is not None, "asked of a question with a limit"
     if not units.calls:
         return MixedPlans(built=())
-    indices = counter(len(uniform.candidates))
     searches: dict[str, _FrameSearch] = {}
+    looked_at: list[_FrameSearch] = []
+    finer = finer_by(len(units.calls))
     for number, limit in series_of_limits(uniform.least_peak_bytes, asked, len(units.calls)):
         here = question.within(limit)
+        if looked_at and number % finer:
+            for search in looked_at:
+                search.begin(here)
+            min(looked_at, key=lambda search: search.best_s).refine()
+            continue
         fitting = uniform.within(here, most=_MOST_UNIFORM, patience=_PATIENCE)
-        looked_at: list[_FrameSearch] = []
+        looked_at = []
         plans = [b.priced.candidate.plan for b in sorted(fitting, key=lambda b: (b.weighed_s, b.priced.index))]
         for frame, seed in _frames(plans or (candidate.candidate.plan for candidate in uniform.candidates)):
             key = repr(frame)
@@ -160,7 +145,7 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
             others_s += [search.best_s for search in looked_at]
             searches[key].run(seed, min(others_s, default=math.inf))
         best = min(looked_at, key=lambda search: search.best_s, default=None)
-        if best is not None and number % _POLISHED_EVERY == 0:
+        if best is not None and (finer > 1 or number % _POLISHED_EVERY == 0):
             best.refine()
     bounds: list[float] = []
     for search in searches.values():
@@ -188,7 +173,7 @@ def _frames(plans: Iterable[Plan]) -> list[tuple[Plan, Plan]]:
     """
     frames: list[tuple[Plan, Plan]] = []
     for plan in plans:
-        frame = replace(plan, blocks={}, calls=(), prefetch=_PREFETCH)
+        frame = replace(plan, blocks={}, calls=(), prefetch=PREFETCH)
         if len(frames) < _FRAMES and all(frame != known for known, _ in frames):
             frames.append((frame, plan))
     return frames
@@ -228,7 +213,9 @@ class _FrameSearch:
         policies = list_policies(trace, frozenset(judge.units.calls), question.tiers)
         self._prices: OptionPrices = judge.prices(policies, homes)
         self._places: dict[int, PlacePrices] = {}
-        self._tried: dict[_Counts, Mixture] = {}
+        self._tried: dict[_Counts, None] = {}
+        self._mixtures: dict[_Counts, Mixture] = {}
+        self._spreads: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._known_s = math.inf
         # Times in turn that moving, and polishing, gained nothing: then less of it is done.
         self._moved_in_vain = self._polished_in_vain = self._left_out = 0
@@ -298,7 +285,8 @@ class _FrameSearch:
         where that gained nothing before.
         """
         before_s = self.best_s
-        if math.isinf(before_s) or self._left_out < self._polished_in_vain:
+        is_small = finer_by(len(self._judge.units.calls)) > 1
+        if math.isinf(before_s) or (self._left_out < self._polished_in_vain and not is_small):
             self._left_out += 1
             return
         self._left_out = 0
@@ -306,7 +294,7 @@ class _FrameSearch:
             (j for j in self.judged if self._is_taken(j)), key=lambda j: (j.built.weighed_s, j.built.priced.index)
         )
         first = self._judge
-        for prefetch in _BUFFERS_AHEAD:
+        for prefetch in BUFFERS_AHEAD:
             if prefetch not in self._judges:
                 frame = replace(first.frame, prefetch=prefetch)
                 self._judges[prefetch] = Judge(self._question, frame, first.units, indices=first.indices)
@@ -388,17 +376,23 @@ class _FrameSearch:
 
     def _try(self, counts: _Counts) -> Judged:
         """Judges a mixture."""
-        if counts not in self._tried:
-            self._tried[counts] = self._mixture(counts)
-        return self._judge(self._tried[counts])
+        self._tried[counts] = None
+        return self._judge(self._mixture(counts))
 
     def _mixture(self, counts: _Counts) -> Mixture:
-        prices = self._prices
-        return Mixture(
-            policies=tuple(prices.policies[i].value for i in spread(counts.policies)),
-            homes=tuple(prices.homes[i].value for i in spread(counts.homes)),
-            ends=tuple(group[i].value for group, i in zip(prices.ends, counts.ends, strict=True)),
-        )
+        prices, found = self._prices, self._mixtures.get(counts)
+        if found is None:
+            found = self._mixtures[counts] = Mixture(
+                policies=tuple(prices.policies[i].value for i in self._spread(counts.policies)),
+                homes=tuple(prices.homes[i].value for i in self._spread(counts.homes)),
+                ends=tuple(group[i].value for group, i in zip(prices.ends, counts.ends, strict=True)),
+            )
+        return found
+
+    def _spread(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        if counts not in self._spreads:
+            self._spreads[counts] = spread(counts)
+        return self._spreads[counts]
 
     def _move(self, start: _Counts) -> None:
         """Moves units between options while that gains: what promises most is judged first."""
@@ -462,7 +456,7 @@ def _other_ends(ends: tuple[int, ...], options: Sequence[int]) -> list[tuple[int
 
 def _all_shifted(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
     total = sum(counts)
-    sizes = sorted({max(1, total // 4), max(1, total // 8), 1}, reverse=True)
+    sizes = sorted({max(1, total // part) for part in (2, 4, 8, total)}, reverse=True)
     return list(dict.fromkeys(moved for size in sizes for moved in _shifted(counts, size)))
 
 

@@ -1,0 +1,43 @@
+"""The series of limits at which mixed plans are looked for.
+
+In: the least bytes that are needed, the bytes that are asked about. Out: numbered limits, the same
+for every question about a model. See [Note: a larger limit is never slower] in `planning.widening`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+_LIMITS_AN_OCTAVE = 12
+# Models of more units than so many are looked at with half as many limits, and so on.
+_MANY_UNITS = 40
+# Of few units a plan is judged soon: then the series has so many times as many limits, and mixtures
+# are solved for at every so-manieth of them. At the others the best is polished.
+_FINER = ((8, 4),)
+
+
+def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, int]]:
+    """Yields the series' number and bytes of each limit, from the last that is not above the least
+    to the first that is not below the one asked about.
+
+    Args:
+        least: bytes that are needed at least.
+        asked: bytes that are asked about.
+        units: of the model.
+    """
+    an_octave = _LIMITS_AN_OCTAVE * finer_by(units)
+    while units > _MANY_UNITS and an_octave > 1:
+        an_octave, units = an_octave // 2, units // 2
+    number = math.floor(an_octave * math.log2(max(1, least)))
+    while True:
+        limit = math.ceil(2 ** (number / an_octave))
+        yield number, limit
+        if limit >= asked:
+            return
+        number += 1
+
+
+def finer_by(units: int) -> int:
+    """Returns how many limits of the series there are for each at which mixtures are solved for."""
+    return next((finer for most, finer in _FINER if units <= most), 1)
