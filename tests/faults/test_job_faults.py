@@ -121,6 +121,9 @@ def ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+pytestmark = pytest.mark.usefixtures("older_objects_are_passed_over")  # each test collects at its end
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path) -> Iterator[None]:
     """No thread, descriptor or file outlives a job, however its steps ended."""

@@ -109,7 +109,7 @@ def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
 def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(
     allocator: Allocator, tmp_path: Path
 ) -> None:
-    layers, width = 16, 832
+    layers, width = 16, 640
     meter = ProcessMeter()
     _train_plainly(Tower(64, 1).build(), 64)  # brings up threads and libraries, which belong to what is resident
     gc.collect()

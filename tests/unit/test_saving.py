@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -516,17 +517,24 @@ def test_a_disk_that_is_too_full_is_known_before_anything_is_written(tmp_path: P
 # --- files that lie -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved")
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return m(x).square().mean()
 
     trained = Trained(model, loss, torch.randn(2, 4), is_away=False)
-    trained.job.save(tmp_path / "out")
+    trained.job.save(place / "out")
     trained.job.close()
-    return tmp_path / "out"
+    return place / "out"
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """A save of the test's own, to be damaged."""
+    return Path(shutil.copytree(saved_once, tmp_path / "out"))
 
 
 def fresh() -> nn.Module:

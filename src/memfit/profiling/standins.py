@@ -18,7 +18,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
@@ -113,9 +113,8 @@ def untouched_caches(model: nn.Module) -> Iterator[None]:
     files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
     places = [vars(place) for place in (*kinds, *files)]
     contents = [one for attributes in places for one in _contents(attributes)]
-    functions = {one for held in _cached_functions(len(sys.modules)) if (one := held()) is not None}
-    functions |= {one for attributes in [*places, *map(vars, model.modules())] for one in _cached_in(attributes)}
-    cached = [one for one in functions if not _is_foreign(getattr(one, "__module__", None))]
+    cached = {one for held in _cached_functions(len(sys.modules)) if (one := held()) is not None}
+    cached |= {one for attributes in [*places, *map(vars, model.modules())] for one in _cached_in(attributes)}
     _empty(cached)
     try:
         yield
@@ -180,19 +179,21 @@ def _cached_functions(loaded: int) -> tuple[weakref.ref[Any], ...]:
     (a job's machine, whose limit ends with it) would live on otherwise.
     """
     del loaded
-    return tuple(weakref.ref(one) for one in gc.get_objects() if type(one) is _CachedFunction)
+    found = [one for one in gc.get_objects() if type(one) is _CachedFunction]
+    return tuple(weakref.ref(one) for one in found if not _is_foreign(getattr(one, "__module__", None)))
 
 
 def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
     """The same among attributes, and one wrapper deep: what was made since."""
     for value in attributes.values():
+        found: list[Any] = []
         if type(value) is _CachedFunction:
-            yield value
+            found = [value]
         elif isinstance(value, FunctionType) and value.__closure__ is not None:
             for cell in value.__closure__:
                 with suppress(ValueError):  # a cell that nothing was put into yet
-                    if type(cell.cell_contents) is _CachedFunction:
-                        yield cell.cell_contents
+                    found += [cell.cell_contents] if type(cell.cell_contents) is _CachedFunction else []
+        yield from (one for one in found if not _is_foreign(getattr(one, "__module__", None)))
 
 
 _misses_without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -200,7 +201,7 @@ _misses_without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDi
 one."""
 
 
-def _empty(cached: Sequence[Any]) -> None:
+def _empty(cached: Iterable[Any]) -> None:
     """Empties those that hold tensors.
 
     A function that has computed nothing since it held none is passed over: a process has hundreds,
