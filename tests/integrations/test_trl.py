@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,38 @@ def test_a_trainer_of_trl_is_bitwise_itself(name: str, tmp_path: Path) -> None:
 def test_the_default_of_trl_that_does_not_go_with_a_limit_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="gradient_checkpointing=True"):
         train("SFT", tmp_path, ours=True, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "RewardTrainer"])
+def test_what_is_relied_upon_of_a_trainer_is_there(name: str) -> None:
+    """A release of TRL that changes one of these needs a look at `memfit.integrations.transformers`."""
+    host: Any = getattr(trl, name)
+    found = {
+        method: list(inspect.signature(getattr(host, method)).parameters)[1:]
+        for method in ("compute_loss", "prediction_step", "evaluate", "log", "_prepare_inputs", "_save_checkpoint")
+    }
+    assert found == {
+        "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+        "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
+        "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
+        "log": ["logs", "start_time"],
+        "_prepare_inputs": ["inputs"],
+        "_save_checkpoint": ["model", "trial"],
+    }
+    # The mixin's own methods must come first: TRL may not define one of these itself.
+    own = {
+        "get_batch_samples",
+        "evaluation_loop",
+        "_save",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_load_best_model",
+    }
+    assert not own & set(vars(host))
+    # What its losses count, which planning must not: by name.
+    program = inspect.getsource(host)
+    assert "self._metrics = " in program
+    assert "self._total_train_tokens = " in program
+    if name == "DPOTrainer":
+        assert "self.ref_model = " in program
+        assert "sync_ref_model" in inspect.signature(trl.DPOConfig).parameters

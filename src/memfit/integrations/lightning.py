@@ -174,8 +174,8 @@ class MemfitStrategy(SingleDeviceStrategy):
         if self.job is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self.job.save(filepath)
-        torch.save(checkpoint, Path(filepath) / _REST)
+        # Inside of the save: a checkpoint that is there is whole, at every instant.
+        self.job.save(filepath, write_beside=lambda new: torch.save(checkpoint, new / _REST))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Reads a directory that `save_checkpoint` wrote, or a file of Lightning's."""

@@ -5,7 +5,7 @@ In: a job between two steps. Out: directories that `from_pretrained` reads and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class SavedJob(WatchedJob):
         max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
         extra: Mapping[str, Any] | None = None,
         form: Literal["memfit", "trainer", "weights"] = "memfit",
+        write_beside: Callable[[Path], object] | None = None,
     ) -> SaveResult:
         """Saves weights, optimizer and training position as safetensors and JSON.
 
@@ -65,6 +66,8 @@ class SavedJob(WatchedJob):
             form: "weights" writes weights and configuration alone, for `from_pretrained`. "trainer"
                 adds the states as `optimizer.pt`, as `torch.save` writes `optimizer.state_dict()`,
                 one parameter at a time: for transformers' `Trainer`. Runs go on from "memfit".
+            write_beside: writes further files into the new directory, which takes the place of the
+                old one when they are there. On rank 0.
 
         Raises:
             StoreError: the disk failed.
@@ -79,6 +82,13 @@ class SavedJob(WatchedJob):
         # Weights and states are those of the step that waits for its `job.step`, if one does.
         journal, scaler = assembly.journal, self.loss_scaler
         waiting = journal if journal is not None and journal.is_waiting else None
+
+        def write_others(new: Path) -> None:
+            if form == "memfit":
+                self.averages.write(new)
+            if write_beside is not None:
+                write_beside(new)
+
         # What a save works on is host memory.
         ranks = assembly.setup.ranks
         with (
@@ -99,7 +109,7 @@ class SavedJob(WatchedJob):
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
                 has_states=form == "memfit",
-                write_beside=self.averages.write if form == "memfit" else None,
+                write_beside=write_others,
                 writes=ranks is None or ranks.rank == 0,
             )
             if form == "trainer":
