@@ -255,3 +255,14 @@ def test_no_action_takes_more_than_predicted_whoever_keeps_what_was_exchanged(
 def test_what_fits_no_rank_in_any_way_is_refused_on_all_with_the_smallest(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"rank 1: DoesNotFitError\('no plan fits the rank with the least room"):
         ranks.run(2, "distributed.training:under_a_limit", 0.1)
+
+
+@pytest.mark.slow  # nothing computes in it, but the links are as slow as the sleep
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
+def test_what_ranks_send_passes_beside_compute_and_waits_are_those_predicted(ranks: Ranks, share: float) -> None:
+    for found in ranks.run(2, "rank_overlap:measure", share, 2):
+        longer = max(found["compute"], found["links"])
+        assert found["step predicted"] <= 1.1 * longer
+        assert found["step measured"] <= 1.15 * longer
+        predicted, measured = (sum(found[f"waits {how}"].values()) for how in ("predicted", "measured"))
+        assert abs(predicted - measured) <= 0.1 * measured + 0.05

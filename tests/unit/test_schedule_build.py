@@ -13,8 +13,10 @@ from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Fetch, Forward, Schedule
 from memfit.core.tiers import Tier
+from memfit.planning.over_ranks_plans import share_out
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.check import check_step
 from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import flat_gradient_bytes
 from unit.profiles import chain_profile, gpt_profile
@@ -260,3 +262,31 @@ def test_gradients_cross_to_updates_on_the_host_beside_backward() -> None:
     alone = sum(flat_gradient_bytes(b) for b in profile.blocks if b.name in ("ln_f", "h.0", "wte", "lm_head"))
     assert 0 < stalls["accumulate"] <= alone / link.write_bytes_per_s * (1 + 1e-9)
     assert alone < sum(flat_gradient_bytes(b) for b in profile.blocks) / 1.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        # Cut weights leave at once: the share at home is updated.
+        (
+            3,
+            (
+                "accumulate B2 | release B2 | fetch B0 | backward C1 m0 | update B2 | accumulate B1 | release B1 | "
+                "backward C0 m0 | update B1 | accumulate B0 | update B0 | release B0 | commit"
+            ),
+        ),
+        (
+            1,
+            (
+                "accumulate B2 | backward C1 m0 | update B2 | accumulate B1 | backward C0 m0 | update B1 | accumulate B0 | "
+                "update B0 | spread B0 | spread B1 | spread B2 | commit"
+            ),
+        ),
+    ],
+)
+def test_ranks_exchange_a_gradient_beside_the_next_backward_and_update_behind_it(stage: int, expected: str) -> None:
+    profile = chain_profile(length=3)
+    plan = share_out(Plan(), 2, stage, [block.name for block in profile.blocks])
+    actions = built(plan, profile)
+    assert " | ".join(actions[actions.index("backward C2 m0") + 1 :]) == expected
+    check_step(lower(build_step(plan, profile, clips_norm=False), plan, profile))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.shares import Share
 from memfit.core.tiers import Tier
 
 
@@ -38,6 +39,8 @@ class StepShape:
             device to their update.
         spreading: blocks of which each rank updates a share of its whole weights, so that ranks
             give each other the new ones.
+        cut: blocks of whose weights each rank has its share at home, where an update works: it
+            needs no visit.
         ranks: of the plan.
         takes_turns: several microbatches pass a segment before the next segment begins.
         updates_in_backward: a block may be updated while backward of earlier calls goes on.
@@ -57,6 +60,7 @@ class StepShape:
     loose: frozenset[int]
     accumulating: frozenset[int]
     spreading: frozenset[int]
+    cut: frozenset[int]
     ranks: int
     takes_turns: bool
     updates_in_backward: bool
@@ -115,6 +119,7 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         loose=frozenset(trains & spanning | trains - called),
         accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
         spreading=frozenset(i for i in trains if plan.block(names[i]).spreads),
+        cut=frozenset(i for i, name in enumerate(names) if plan.block(name).weights_over is not Share.WHOLE),
         ranks=plan.ranks,
         takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
         updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,

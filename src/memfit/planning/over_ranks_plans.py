@@ -86,7 +86,8 @@ def choose_over_ranks(
     device: str,
 ) -> RanksChoice:
     """Chooses among uniform plans: data parallel, ZeRO-1, 2 and 3, each with shares on the device,
-    on the host and on disk, more and more microbatches, kept and recomputed.
+    on the host and on disk, more and more microbatches, kept and recomputed; with one buffer where
+    two do not fit.
 
     Every one of them gives the same bits for the same number of microbatches, so seconds decide.
 
@@ -105,7 +106,9 @@ def choose_over_ranks(
     """
     points: list[ParetoPoint] = []
     best: tuple[float, Plan, str] | None = None
-    for name, plan in _uniform_plans(profile, counts, ranks, hardware, clips_norm=clips_norm):
+    left = [*_uniform_plans(profile, counts, ranks, hardware, clips_norm=clips_norm)]
+    while left:
+        name, plan = left.pop(0)
         step = lower(build_step(plan, profile, clips_norm=clips_norm), plan, profile, device=device)
         seconds = 0.0
         if hardware is None:
@@ -117,6 +120,9 @@ def choose_over_ranks(
         if hardware is not None:
             fits = fits and all(most.get(tier, 0) <= spec.nbytes for tier, spec in hardware.away.items())
         points.append(ParetoPoint(name=name, peak_bytes=most[Tier.DEVICE], seconds=seconds, fits=fits))
+        if not fits and plan.prefetch:
+            # Slower and leaner: a gradient does not wait for its exchange beside the next backward.
+            left.insert(0, (f"{name}, one buffer", replace(plan, prefetch=0)))
         if fits and (best is None or seconds < best[0]):
             best = seconds, plan, name
             if hardware is None:

@@ -275,7 +275,7 @@ class _Checker:
                 is_checked = "check" in self.scaling or not self.shape.scales_losses
                 _require(is_checked, "it is not known whether all gradients are finite")
                 _require(self.shape.updates_in_backward or self.passes.is_over, "the plan updates after backward")
-                is_there = block in self.present or self.passes.is_over
+                is_there = block in self.present or block in self.shape.cut or self.passes.is_over
                 _require(is_there, "an update in backward needs the weights on the device")
                 self.updated.add(block)
             case Spread():

@@ -18,6 +18,13 @@ there. Right behind the accumulate that would stop the device for as long as the
 the link. A compute action later the gradient has crossed beside it, so there such an update begins.
 Nothing is held longer for that: the gradient has left, and the update needs no weights of the
 device.
+
+[Note: when a rank's update begins]
+It waits until the gradient was exchanged, which takes a link as long as a fetch. So it begins a
+compute action later as well, beside which the exchange is made; for that long the gradient stays.
+Where ranks cut the weights the update works on the share at home, and the visit ends without
+waiting for it. Whole weights that visit would stay with the gradient: there the update begins at
+once. New weights that go to the other ranks wait for the update another compute action later.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from collections.abc import Mapping
 
 from memfit.core.plan import Plan, UpdateTime
 from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Spread, Unscale, Update
+from memfit.core.shares import Share
 from memfit.core.tiers import Tier
 from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
@@ -73,7 +81,8 @@ def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) ->
 def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *, clips_norm: bool) -> list[Placed]:
     """Places updates, clears and what ends the step.
 
-    See [Note: when an update's end is waited for], [Note: when an update on the host begins].
+    See [Note: when an update's end is waited for], [Note: when an update on the host begins],
+    [Note: when a rank's update begins].
     """
     end = len(order.actions)
     ordinals = {c.position: i for i, c in enumerate(order.computes)}
@@ -82,8 +91,10 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
         ordinal = ordinals.get(position)  # None: of a seed
         begin = position + 1 if ordinal is None else order.gap_whole(ordinal)
         gap = begin if ordinal is None else waiting_gap(order, ordinal, plan.prefetch)
-        if plan.block(order.shape.blocks[block]).update_on is Tier.HOST and gap > begin:
+        if gap > begin and begins_late(plan, order.shape.blocks[block]):
             placed.append(Placed(gap=gap, phase=GapPhase.LATE_UPDATE, action=Update(block)))
+            if ordinal is not None and block in order.shape.spreading:
+                gap = waiting_gap(order, min(ordinal + 1, len(order.computes) - 1), plan.prefetch)
         else:
             placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
         placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=action) for action in _behind_update(order, block)]
@@ -99,6 +110,13 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
         last += _behind_update(order, block)
     last.append(Commit())
     return placed + [Placed(gap=end, phase=GapPhase.END, action=action) for action in last]
+
+
+def begins_late(plan: Plan, block: str) -> bool:
+    """Tells whether a block's update begins a compute action behind its accumulate."""
+    homes = plan.block(block)
+    is_cut = homes.weights_over is not Share.WHOLE
+    return homes.update_on is Tier.HOST or (plan.ranks > 1 and (is_cut or homes.weight_home is Tier.DEVICE))
 
 
 def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:

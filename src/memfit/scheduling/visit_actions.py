@@ -54,7 +54,8 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
         for ordinal, following in zip(ordinals, [*ordinals[1:], None], strict=True):
             if following is not None and order.stays(ordinal, following):
                 continue
-            is_updated = updates.get(block) == order.computes[ordinal].position
+            # Of cut weights the share at home is updated.
+            is_updated = updates.get(block) == order.computes[ordinal].position and block not in order.shape.cut
             gap = waiting_gap(order, ordinal, prefetch) if is_updated else order.gap_whole(ordinal)
             visits.append(Visit(block=block, first=first, last=ordinal, release_gap=gap))
             first = following if following is not None else first

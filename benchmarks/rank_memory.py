@@ -1,0 +1,122 @@
+"""Memory of each rank by ZeRO's stages, predicted and measured: the table of the ZeRO paper.
+
+A tower of linear layers under AdamW, every rank on an emulated device of its own (tensors alone
+count), 2 to 4 Gloo ranks of this machine. *Resting* is what a rank holds of weights, gradients and
+optimizer states between two steps, *step* the most at any action of a step, each as predicted for
+the rank that has most and as the allocator has counted it on the rank that had most. The closed
+form is the paper's (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", section 5 and figure 1), with 4 bytes a weight, 4 a gradient and 8 of states; in
+bf16 2, 4 (sums of gradients are fp32 here; the paper has 2) and K = 12.
+
+    OMP_NUM_THREADS=1 python benchmarks/rank_memory.py
+
+Writes `benchmarks/results/rank_memory.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from torch import nn
+
+from distributed.processes import Ranks
+
+LAYERS, WIDTH, ROWS, STEPS = 24, 768, 8, 3
+STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+# Bytes a parameter of weights, gradients and states.
+BYTES = {"fp32": (4, 4, 8), "bf16": (2, 4, 12)}
+
+
+def build() -> nn.Module:
+    """The tower: 14 million parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def closed_form(psi: int, ranks: int, stage: int, precision: str) -> int:
+    """Bytes that a rank holds, as the paper has them."""
+    weights, gradients, states = BYTES[precision]
+    cut = [states, gradients, weights]
+    return sum(psi * each // (ranks if number < stage else 1) for number, each in enumerate(cut))
+
+
+def measure(rank: int, size: int, stage: int, precision: str) -> dict[str, int]:
+    """Trains some steps; returns bytes of the last one."""
+    import memfit
+    from distributed.training import plan_for
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    more = {} if precision == "fp32" else {"compute_dtype": "bfloat16"}
+    job = memfit.fit(
+        model,
+        optimizer,
+        lambda given, batch: (given(batch) - 0.3).square().mean(),
+        rows,
+        plan=plan_for(model, size, stage, "device", 1, **more),
+        enforce=False,
+        emulate_device=True,
+        allow=set() if precision == "fp32" else {"bf16"},
+    )
+    for _ in range(STEPS):
+        job.step(rows)
+    measured = job._runner.measured  # noqa: SLF001, a benchmark of what is inside
+    assert measured is not None
+    predicted, timeline = measured.prepared.timeline, measured.timeline
+    first, begun = predicted.moments[0], timeline.moments[0]
+    batch = first.by_category.get("transient", 0) + first.by_category.get("activation", 0)
+    job.close()
+    return {
+        "resting predicted": first.peak_bytes - batch,
+        "resting measured": begun.peak_bytes - rows.nbytes,
+        "step predicted": max(moment.peak_bytes for moment in predicted.moments),
+        "step measured": max(moment.peak_bytes for moment in timeline.moments),
+    }
+
+
+def main() -> None:
+    """Measures all cases, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rank_memory.json")
+    options = parser.parse_args()
+    psi = sum(p.numel() for p in build().parameters())
+    rows: list[dict[str, Any]] = []
+    ranks = Ranks()
+    try:
+        for precision, sizes in (("fp32", (2, 3, 4)), ("bf16", (2,))):
+            for size in sizes:
+                for stage, name in enumerate(STAGES):
+                    found = ranks.run(size, "rank_memory:measure", stage, precision, timeout_s=300.0)
+                    row = {"precision": precision, "ranks": size, "stage": name}
+                    row["closed form"] = closed_form(psi, size, stage, precision)
+                    row |= {key: max(each[key] for each in found) for key in found[0]}
+                    rows.append(row)
+                    print(row, flush=True)
+    finally:
+        ranks.close()
+    pairs = {
+        "resting, predicted over closed form": ("resting predicted", "closed form"),
+        "resting, predicted over measured": ("resting predicted", "resting measured"),
+        "step, predicted over measured": ("step predicted", "step measured"),
+    }
+    summary = {
+        name: [round(pick(row[one] / row[other] for row in rows), 4) for pick in (min, max)]
+        for name, (one, other) in pairs.items()
+    }
+    options.out.write_text(
+        json.dumps({"psi": psi, "summary": summary, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
+    print(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()
