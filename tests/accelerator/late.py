@@ -57,6 +57,28 @@ def lateness(mode: str, seed: int = 0) -> Iterator[None]:
         native.set_lateness("latest", 0)
 
 
+@contextmanager
+def links(bytes_per_s: float, to_host_bytes_per_s: float | None = None, *, pace: str = "slept") -> Iterator[None]:
+    """Copies between host and device take their bytes by the rate of their direction (`native/timing.h`).
+
+    Args:
+        bytes_per_s: To the device, and to the host as well where that is not said apart.
+        to_host_bytes_per_s: To the host.
+        pace: "slept": whoever is behind a copy sleeps until it is through. "counted": nobody sleeps, and `native.now_s()`
+            is a clock that other processes do not change.
+    """
+    set_links(bytes_per_s, to_host_bytes_per_s, pace=pace)
+    try:
+        yield
+    finally:
+        native.set_links(0.0, 0.0, "none")
+
+
+def set_links(bytes_per_s: float, to_host_bytes_per_s: float | None = None, *, pace: str = "slept") -> None:
+    """As `links`, from now on: rates may change while something runs."""
+    native.set_links(bytes_per_s, bytes_per_s if to_host_bytes_per_s is None else to_host_bytes_per_s, pace)
+
+
 def _module() -> types.ModuleType:
     """What torch asks of `torch.late`."""
     module = types.ModuleType(f"torch.{NAME}")

@@ -66,6 +66,23 @@ def test_a_copy_to_the_device_is_behind_what_used_the_memory_and_before_what_rea
     home.close()
 
 
+def test_copies_both_ways_on_two_streams_take_turns_where_they_touch_the_same_bytes(device: torch.device) -> None:
+    """Halves are written and read, and one is written again, which its read must not see."""
+    comes, leaves = (devices.of(device).new_stream(device) for _ in range(2))
+    home = MemoryHome(NBYTES, tier=Tier.HOST, device=device, stream=comes, writes=leaves)
+    half, made, room = NBYTES // 2, numbers(3, device), torch.empty(NUMBERS, device=device)
+    again = numbers(8, device)
+    # Nobody waits in between: only the home orders these.
+    handles = [home.write(start, half, made.untyped_storage(), start) for start in (0, half)]
+    handles += [home.read(start, half, room.untyped_storage(), start) for start in (0, half)]
+    handles.append(home.write(0, half, again.untyped_storage()))
+    TransferGroup(handles).wait()
+    assert torch.equal(room, made)
+    torch.accelerator.synchronize(device)
+    assert held(home) == [3.0, 8.0]
+    home.close()
+
+
 def test_memory_under_a_copy_goes_with_its_transfer(device: torch.device) -> None:
     home, made = host_home(device), numbers(3, device)
     transfer = home.write(0, NBYTES, made.untyped_storage())

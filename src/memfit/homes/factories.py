@@ -132,6 +132,7 @@ class MemoryFactory(HomeFactory):
         device: where compute runs.
         stream: the copy stream, for host memory beside an accelerator, and for device memory that
             the host updates.
+        writes: the stream of writes; None: that of reads too.
         ledger: a context in which homes are allocated.
     """
 
@@ -141,21 +142,25 @@ class MemoryFactory(HomeFactory):
         device: torch.device,
         *,
         stream: torch.Stream | None = None,
+        writes: torch.Stream | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._tier = tier
         self._device = device
         self._stream = stream
+        self._writes = writes
         self._ledger = ledger
         self._homes: list[MemoryHome] = []
-        self._pool = None if tier.traits.is_device else HostPool(device, stream=stream, ledger=ledger)
+        self._pool = None if tier.traits.is_device else HostPool(device, stream=stream, writes=writes, ledger=ledger)
 
     def home(self, request: HomeRequest) -> ByteHome:
         """See `HomeFactory`."""
         crosses = request.is_updated_on_host or not self._tier.traits.is_device
-        stream = self._stream if crosses else None
+        stream, writes = (self._stream, self._writes) if crosses else (None, None)
         with self._ledger():
-            self._homes.append(MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=stream))
+            self._homes.append(
+                MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=stream, writes=writes)
+            )
         return self._homes[-1]
 
     def pool(self) -> HomePool:
@@ -189,6 +194,7 @@ class FileFactory(HomeFactory):
         directory: for the working store; None makes a temporary one.
         device: where compute runs.
         stream: the copy stream of an accelerator.
+        leaving: the stream of copies from the device; None: that of copies to it too.
         ledger: a context in which staging is allocated.
         kept: a store that outlives the job.
     """
@@ -199,6 +205,7 @@ class FileFactory(HomeFactory):
         device: torch.device,
         *,
         stream: torch.Stream | None = None,
+        leaving: torch.Stream | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
         kept: RegionStore | None = None,
     ) -> None:
@@ -208,7 +215,7 @@ class FileFactory(HomeFactory):
         self._io: DiskIO | None = None if kept is None else kept.io
         self._working: WorkingStore | None = None
         self._scratch: ScratchFile | None = None
-        self.staging = None if stream is None else Staging(device, stream=stream, ledger=ledger)
+        self.staging = None if stream is None else Staging(device, stream=stream, leaving=leaving, ledger=ledger)
 
     def prepare(self, requests: Sequence[HomeRequest], *, offloads: bool) -> None:
         """See `HomeFactory`.
@@ -329,14 +336,15 @@ def own_factories(
         kept: a store that outlives the job, whose regions are used if it has them.
         further: tiers beside memfit's own, or in place of them.
     """
-    stream = sends = None
+    coming = leaving = down = up = None
     if devices.is_accelerator(device):
-        # Weights that the host updates come down and go up beside what the copy stream moves.
-        stream, sends = (devices.of(device).new_stream(device) for _ in range(2))
+        # Each way its own, see [Note: two copy streams] in `homes.memory`. Weights that the host
+        # updates come down and go up beside what homes on the host move.
+        coming, leaving, down, up = (devices.of(device).new_stream(device) for _ in range(4))
     own: dict[Tier, HomeFactory] = {
-        Tier.DEVICE: MemoryFactory(Tier.DEVICE, device, stream=sends),
-        Tier.HOST: MemoryFactory(Tier.HOST, device, stream=stream, ledger=host_ledger),
-        Tier.DISK: FileFactory(directory, device, stream=stream, ledger=host_ledger, kept=kept),
+        Tier.DEVICE: MemoryFactory(Tier.DEVICE, device, stream=down, writes=up),
+        Tier.HOST: MemoryFactory(Tier.HOST, device, stream=coming, writes=leaving, ledger=host_ledger),
+        Tier.DISK: FileFactory(directory, device, stream=coming, leaving=leaving, ledger=host_ledger, kept=kept),
     }
     return own | {tier: each.make(device) for tier, each in (further or {}).items()}
 

@@ -1,7 +1,15 @@
-"""Home in memory of the device, or of the host beside it."""
+"""Home in memory of the device, or of the host beside it.
+
+[Note: two copy streams]
+A link moves bytes both ways at once, but a stream does one copy after the other: what leaves goes on
+one stream, and what comes on another. So nothing orders a read behind the write of the same bytes but
+what is said here: a home remembers the last copies each way, and a copy waits for those of the other
+way that touch its bytes. Copies of one way are in order on their stream.
+"""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import torch
@@ -65,6 +73,22 @@ class HostCopy(TransferHandle):
         self.copy.join()
 
 
+class _RangeEvents:
+    """Events of the last copies of one way, by the range of a home that they touch."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, torch.Event]] = []
+
+    def add(self, start: int, stop: int, event: torch.Event) -> None:
+        """Notes a copy. Older ones inside its range are before it on the same stream."""
+        self._ranges = [one for one in self._ranges if one[0] < start or one[1] > stop]
+        self._ranges.append((start, stop, event))
+
+    def touching(self, start: int, stop: int) -> list[torch.Event]:
+        """Returns the events of copies that touch a range."""
+        return [event for first, last, event in self._ranges if first < stop and start < last]
+
+
 class MemoryHome(ByteHome):
     """Home in a storage of its own.
 
@@ -77,13 +101,25 @@ class MemoryHome(ByteHome):
         device: where compute runs; decides what DEVICE means and whether host bytes are pinned.
         stream: the copy stream, for host memory beside an accelerator, and for device memory that
             the host reads and writes.
+        writes: the stream of writes; None: that of reads too.
     """
 
-    def __init__(self, nbytes: int, *, tier: Tier, device: torch.device, stream: torch.Stream | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        tier: Tier,
+        device: torch.device,
+        stream: torch.Stream | None = None,
+        writes: torch.Stream | None = None,
+    ) -> None:
         assert tier is not Tier.DISK
         self.tier = tier
         self.nbytes = nbytes
         self._stream = stream
+        self._writes = stream if writes is None else writes
+        self._read, self._written = _RangeEvents(), _RangeEvents()
+        self._lock = threading.Lock()
         self._device = device
         self._is_beside = tier is Tier.HOST and devices.is_accelerator(device)
         self._is_pinned = False
@@ -117,29 +153,39 @@ class MemoryHome(ByteHome):
             # Between two places of the host: when it is waited for, since a copy of the stream into
             # the home may be under way until then.
             return TransferThen(DONE, partial(to.copy_, source))
-        copy = self._copy(to, source)
+        copy = self._copy(to, source, (offset, offset + nbytes), is_read=True)
         return HostCopy(copy) if isinstance(copy, StreamCopy) and to.device.type == "cpu" else copy
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""
-        return self._copy(bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes))
+        to, given = bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes)
+        return self._copy(to, given, (offset, offset + nbytes), is_read=False)
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> StreamCopy | CompletedTransfer:
-        if self._stream is None:
+    def _copy(
+        self, to: torch.Tensor, source: torch.Tensor, place: tuple[int, int], *, is_read: bool
+    ) -> StreamCopy | CompletedTransfer:
+        stream = self._stream if is_read else self._writes
+        if stream is None:
             to.copy_(source)
             return DONE
         # The copy must see what compute has written into `source`, and must not overwrite `to`
         # while earlier kernels still use the memory: both are enqueued on the current stream, so
         # the copy stream first waits for it.
         device = devices.of(self._device)
-        self._stream.wait_stream(device.current_stream(self._stream.device))
-        with device.on(self._stream):
+        stream.wait_stream(device.current_stream(stream.device))
+        own, other = (self._read, self._written) if is_read else (self._written, self._read)
+        # Under the lock: of two threads' copies of one way, the later one on the stream is noted
+        # last. See [Note: two copy streams].
+        with self._lock, device.on(stream):
+            for before in other.touching(*place):
+                stream.wait_event(before)
             to.copy_(source, non_blocking=True)
-            event = self._stream.record_event()
+            event = stream.record_event()
+            own.add(*place, event)
         # The handle keeps both storages alive until the compute stream is ordered behind the copy:
         # the caching allocator, which knows only the compute stream, cannot hand the memory out
         # before.
-        return StreamCopy(self._stream, event, to.untyped_storage(), source.untyped_storage())
+        return StreamCopy(stream, event, to.untyped_storage(), source.untyped_storage())
 
     def close(self) -> None:
         """Unpins the memory; the bytes are freed with the object."""

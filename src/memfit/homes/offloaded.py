@@ -81,6 +81,7 @@ class HostPool:
     Args:
         device: device of the storages.
         stream: copy stream of an accelerator; copies to and from the host are in order on it.
+        writes: the stream of writes; None: that of reads too.
         ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
@@ -93,11 +94,13 @@ class HostPool:
         device: torch.device,
         *,
         stream: torch.Stream | None = None,
+        writes: torch.Stream | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         assert (stream is not None) == devices.is_accelerator(device)
         self._device = device
         self._stream = stream
+        self._writes = writes
         self._ledger = ledger
         self._spare: dict[int, list[MemoryHome]] = {}
         self._lock = threading.RLock()
@@ -110,26 +113,28 @@ class HostPool:
 
         On an accelerator the wait for a write orders the current stream behind the copy, and the
         host does not block: the caching allocator hands the storage's memory out to later work of
-        that stream only. Reads are ordered after the write: both are on the copy stream.
+        that stream only. Reads are ordered after the write by the home itself.
         """
         with self._lock:
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            # A spare buffer may still be read on the copy stream for the storage before; this one's
-            # write comes behind that.
+            # A spare buffer may still be read for the storage before; its home orders this one's
+            # write behind that.
             home = self._take_spare(nbytes)
             if home is None:
                 while self._spare and self.reserved_bytes + nbytes > self.peak_bytes:
                     self._close_one()
                 with self._ledger():
-                    home = MemoryHome(nbytes, tier=Tier.HOST, device=self._device, stream=self._stream)
+                    home = MemoryHome(
+                        nbytes, tier=Tier.HOST, device=self._device, stream=self._stream, writes=self._writes
+                    )
                 # After the allocation: one that fails must not be counted.
                 self.reserved_bytes += nbytes
         return _PooledHome(home, self._take_back)
 
     def _take_back(self, home: MemoryHome) -> None:
-        """Takes a home back, which may be filled again at once: that copy comes later on the same
-        stream.
+        """Takes a home back, which may be filled again at once: it orders that copy behind those
+        from it.
         """
         # Reentrant, because a finalizer may run while this thread holds the lock.
         with self._lock:

@@ -123,6 +123,7 @@ class Staging:
     Args:
         device: an accelerator; on the CPU (in tests) copies are synchronous.
         stream: copy stream of an accelerator.
+        leaving: the stream of copies from the device; None: that of copies to it too.
         ledger: a context in which the pieces are allocated.
         piece_bytes: size of a piece.
         pieces: number for each direction.
@@ -133,6 +134,7 @@ class Staging:
         device: torch.device,
         *,
         stream: torch.Stream | None = None,
+        leaving: torch.Stream | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
         piece_bytes: int = STAGING_PIECE_BYTES,
         pieces: int = STAGING_PIECES,
@@ -140,6 +142,7 @@ class Staging:
         assert (stream is not None) == devices.is_accelerator(device)
         self._device = device
         self._stream = stream
+        self._leaving = stream if leaving is None else leaving
         make = lambda: _Pieces(device, ledger, piece_bytes, pieces)  # noqa: E731
         self._outward = _Direction("memfit-staging-out", make)
         self._inward = _Direction("memfit-staging-in", make)
@@ -233,7 +236,9 @@ class Staging:
                 coming.popleft()
                 # Behind what was enqueued when it was asked for: kernels may still read this memory
                 # as what it was before.
-                event = self._copy(bytes_view(into, into_offset + offset, count), piece.bytes(count), ready)
+                event = self._copy(
+                    bytes_view(into, into_offset + offset, count), piece.bytes(count), ready, self._stream
+                )
                 piece.busy = event
         finally:
             # After an error: nothing may still be written into a piece that is used again.
@@ -258,7 +263,9 @@ class Staging:
             for offset, count in pieces.cut(nbytes):
                 piece = pieces.next()  # its last write is done
                 # The copy must see what compute wrote into the storage before it was given.
-                event = self._copy(piece.bytes(count), bytes_view(source, source_offset + offset, count), ready)
+                event = self._copy(
+                    piece.bytes(count), bytes_view(source, source_offset + offset, count), ready, self._leaving
+                )
                 if event is not None:
                     event.synchronize()
                 piece.busy = handle = move(offset, count, piece.memory(count))
@@ -271,14 +278,16 @@ class Staging:
         for handle in handles:
             handle.wait()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> torch.Event | None:
-        if self._stream is None or ready is None:
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None, stream: torch.Stream | None
+    ) -> torch.Event | None:
+        if stream is None or ready is None:
             target.copy_(source)
             return None
-        with devices.of(self._device).on(self._stream):
-            self._stream.wait_event(ready)
+        with devices.of(self._device).on(stream):
+            stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            return stream.record_event()
 
 
 class _Piece:

@@ -23,8 +23,9 @@ is left out only where a bound says that it cannot win.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +52,11 @@ from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
 from memfit.scheduling.sizes import STAGING_BYTES, home_bytes
+
+# Where nothing fits, the smallest limit that would is looked for among mixed plans in steps of 3 %.
+_BELOW = 0.97
+# Where no uniform plan fits beside the device, from so many times what any takes of it at least.
+_FROM_ABOVE = 4
 
 
 def choose_plan(
@@ -169,9 +175,10 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
     fitting = [b for b in built if b.fits]
     if not fitting:
         built += _search_leanest(waiting, built, question)
-        if not any(b.fits_elsewhere for b in built):
+        smallest = _smallest_of_mixed(searches, built, question, indices) if is_mixing else None
+        if smallest is None and not any(b.fits_elsewhere for b in built):
             built += _search_leanest_beside(crowded, question)
-        raise _does_not_fit(built, question)
+        raise _does_not_fit(built, question, smallest, is_of_uniform=mixes(question) and not is_mixing)
     best = min(fitting, key=lambda b: (b.weighed_s, b.priced.index))
     step = question.lower(best.priced.candidate.plan)
     return PlanChoice(
@@ -272,6 +279,48 @@ def _search_leanest(
     return found
 
 
+def _smallest_of_mixed(
+    searches: Sequence[UniformSearch], built: list[BuiltCandidate], question: PlanQuestion, indices: Iterator[int]
+) -> tuple[int, BuiltCandidate] | None:
+    """Looks for mixed plans, where nothing fits, at limits each 3 % below the one before: by halves,
+    then one by one.
+
+    Returns:
+        Bytes of tensors at which a search finds a plan, where it finds none at 3 % less of the
+        whole limit, and the leanest plan that is found there; None where no mixed plan does with
+        less than the leanest of those that were built.
+    """
+    asked, budget = question.budget.tensor_bytes, question.budget
+    bound = min(search.least_peak_bytes for search in searches)
+    assert asked is not None, "asked of a question with a limit"
+    beside = budget.base_bytes + budget.reserve_bytes
+    known = min((b.cost.peak_bytes for b in built if b.fits_elsewhere and question.allows(b.priced)), default=None)
+    # What rests beside the device may be too much for all layers alike, and not for some.
+    top = _FROM_ABOVE * bound if known is None else known
+    found: dict[int, BuiltCandidate | None] = {}
+
+    def limit(number: int) -> int:
+        return int((top + beside) * _BELOW**number) - beside
+
+    def works(number: int) -> bool:
+        # A search goes as far as its limit, so that each limit has one of its own: what is named is
+        # what a search of that very limit finds.
+        if number not in found:
+            leaner: list[BuiltCandidate] = []
+            for search in searches if limit(number) > asked else ():
+                leaner += search_mixed(search, question.within(limit(number)), indices).built
+            fitting = [b for b in leaner if b.fits_elsewhere and b.cost.peak_bytes <= limit(number)]
+            found[number] = min(fitting, key=lambda b: (b.cost.peak_bytes, b.priced.index), default=None)
+        return found[number] is not None
+
+    if known is None and not works(0):
+        return None
+    most = next(number for number in counter() if limit(number) <= max(asked, bound // 2))
+    number = bisect.bisect_left(range(1, most + 1), 1, key=lambda n: int(not works(n)))
+    leanest = found.get(number)
+    return None if leanest is None else (limit(number), leanest)
+
+
 def _search_leanest_beside(crowded: list[PricedCandidate], question: PlanQuestion) -> list[BuiltCandidate]:
     """Builds, where nothing fits beside the device, what rests there with the fewest bytes."""
 
@@ -282,16 +331,34 @@ def _search_leanest_beside(crowded: list[PricedCandidate], question: PlanQuestio
     return [question.build(min(crowded, key=beside))] if crowded else []
 
 
-def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNotFitError:
+def _does_not_fit(
+    built: list[BuiltCandidate],
+    question: PlanQuestion,
+    smallest: tuple[int, BuiltCandidate] | None,
+    *,
+    is_of_uniform: bool,
+) -> DoesNotFitError:
+    """Makes the refusal.
+
+    Args:
+        built: that do not fit.
+        question: that they do not answer.
+        smallest: see `_smallest_of_mixed`.
+        is_of_uniform: mixed plans were not looked for.
+    """
     possible = [b for b in built if b.fits_elsewhere]
-    if not possible:
+    if smallest is None and not possible:
         away = tuple(question.limits)
         leanest = min(built, key=lambda b: (sum(b.cost.peaks.get(tier, 0) for tier in away), b.priced.index))
         taken = [f"{format_bytes(leanest.cost.peaks.get(tier, 0))} of {_word(tier)}" for tier in away]
         return DoesNotFitError(
             f"no plan fits {' and '.join(map(_word, away))}: the leanest there would take {' and '.join(taken)}; raise those limits or free space"
         )
-    leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
+    if smallest is None:
+        leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
+        peak_bytes = leanest.cost.peak_bytes
+    else:
+        peak_bytes, leanest = smallest
     advice = ["shorter sequences or smaller images"]
     kind = ""
     if question.classic is not None:
@@ -313,12 +380,12 @@ def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNo
         report += f"\n{format_bytes(leanest.cost.peak_bytes)} where {question.checked_rows} rows run whole, to show that the batch may be cut"
     return Refusal(
         budget=question.budget,
-        peak_bytes=leanest.cost.peak_bytes,
+        peak_bytes=peak_bytes,
         plan=leanest.priced.candidate.name,
         report=report,
         advice=tuple(advice),
         kind=kind,
-        is_of_uniform=mixes(question) and question.classic is None,
+        is_of_uniform=is_of_uniform and question.classic is None,
     ).error()
 
 

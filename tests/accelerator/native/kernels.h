@@ -136,9 +136,26 @@ class Aliases {
 inline void launch(const Aliases& aliases, const std::vector<Touch>& touches, const std::string& name) {
   auto& stream = current(aliases.device);
   note(stream, touches, name);
+  if (!Timing::all().is_counted()) Timing::all().wait_until(stream.through_s);
   Streams::all().drain(stream);
   count_launch(name);
 }
+
+// While it lives, a kernel computes: on the counted clock its stream is through so much later.
+struct Computing {
+  explicit Computing(int device) : stream(current(device)), began_s(processor_s()) {}
+  ~Computing() {
+    if (Timing::all().is_counted()) add(stream, processor_s() - began_s);
+  }
+  static void add(LateStream& stream, double seconds) {
+    Guarded lock(everything());
+    stream.through_s = std::max(stream.through_s, Timing::all().now_s()) + seconds;
+    Timing::all().compute_s += seconds;
+  }
+  Standing standing;
+  LateStream& stream;
+  double began_s;
+};
 
 // ------------------------------------------------------------------------------------------------ the fallback
 inline bool is_generator(const c10::Argument& argument) { return argument.type()->str().find("Generator") != std::string::npos; }
@@ -158,6 +175,7 @@ struct Lent {
 
 // Runs `op` on the CPU; `runs` is another operator with the same arguments, if not itself.
 inline void run_boxed(const c10::OperatorHandle& op, const c10::OperatorHandle& runs, torch::jit::Stack* stack) {
+  Standing standing;
   auto& schema = op.schema();
   size_t n_arguments = schema.arguments().size(), n_results = schema.returns().size();
   size_t first = stack->size() - n_arguments;
@@ -202,6 +220,7 @@ inline void run_boxed(const c10::OperatorHandle& op, const c10::OperatorHandle& 
     c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
     std::optional<Lent> lent;
     if (op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(schema)) lent.emplace(aliases.device);
+    Computing computing(aliases.device);
     if (&op == &runs) runs.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     else runs.callBoxed(stack);
   }
@@ -336,6 +355,7 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
   std::string name = !crosses ? "copy" : is_here(to) ? "copy to device" : "copy to host";
   note(stream, {touch_of(from, false), touch_of(to, true)}, name);
   count_launch(name);
+  if (crosses) Streams::all().pass_link(stream, /*to_host=*/is_here(from), touch_of(is_here(from) ? from : to, true).nbytes);
   bool is_staged = crosses && non_blocking && !is_free && is_plain && is_here(to);
   if (is_staged) a = a.clone();  // pageable memory is read before the call returns, and written when the stream comes to it
   if (is_plain && (is_free || is_staged || !crosses)) {
@@ -345,9 +365,11 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     Streams::all().enqueue(stream, /*is_late_copy=*/crosses, [target, source, nbytes, staged = is_staged ? a : at::Tensor()] { std::memmove(target, source, nbytes); });
     return to;
   }
+  if (crosses) Timing::all().wait_until(stream.through_s);
   Streams::all().drain(stream);
   {
     c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
+    Computing computing(aliases.device);
     b.copy_(a);
   }
   if (crosses && !is_free) Streams::all().synchronize(stream);
@@ -371,6 +393,7 @@ inline at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   }
   launch(aliases, touches, "aten::convolution");
   c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
+  Computing computing(aliases.device);
   return aliases.back(at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups));
 }
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, Size stride, Size padding,
@@ -380,6 +403,7 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const
   launch(aliases, {touch_of(gradient, false), touch_of(input, false), touch_of(weight, false)}, "aten::convolution_backward");
   c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
   std::vector<int64_t> biases{transposed ? weight.size(1) * groups : weight.size(0)};
+  Computing computing(aliases.device);
   auto [dx, dw, db] = at::convolution_backward(g, x, w, at::OptionalIntArrayRef(biases), stride, padding, dilation, transposed, output_padding, groups, mask);
   return {aliases.back(dx), aliases.back(dw), aliases.back(db)};
 }

@@ -113,6 +113,20 @@ PYBIND11_MODULE(late_native, m) {
     Streams::all().lateness = mode == "latest" ? Lateness::latest : mode == "prompt" ? Lateness::prompt : Lateness::random;
     Streams::all().generator.seed(seed);
   });
+  m.def("set_links", [](double to_device, double to_host, const std::string& pace) {
+    Guarded lock(everything());
+    TORCH_CHECK(pace == "none" || pace == "slept" || pace == "counted", "late: links are slept or counted, or none, not ", pace);
+    auto& timing = Timing::all();
+    Streams::all().begin(pace == "none" ? Pace::none : pace == "slept" ? Pace::slept : Pace::counted);
+    timing.bytes_per_s[0] = to_device;
+    timing.bytes_per_s[1] = to_host;
+  });
+  m.def("now_s", [] { return Timing::all().now_s(); });
+  m.def("worked_s", [] {
+    Guarded lock(everything());
+    auto& timing = Timing::all();
+    return std::map<std::string, double>{{"to device", timing.link_s[0]}, {"to host", timing.link_s[1]}, {"compute", timing.compute_s}};
+  });
   m.def("counts", [] {
     Guarded lock(everything());
     return std::map<std::string, uint64_t>{{"tasks", Streams::all().tasks}, {"late_copies", Streams::all().late_copies}};

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "races.h"
+#include "timing.h"
 
 namespace late {
 
@@ -25,6 +26,7 @@ struct LateStream {
   std::deque<std::function<void()>> pending;
   uint64_t enqueued = 0, done = 0;
   Clock clock;
+  double through_s = 0;  // see timing.h: when all that it was given is through
   c10::Stream handle() const { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), id); }
 };
 
@@ -66,6 +68,7 @@ class Streams {
   // only for what was enqueued before it.
   void run(LateStream& stream, uint64_t n) {
     Guarded lock(everything());
+    Standing standing;
     while (stream.done < n) {
       auto task = std::move(stream.pending.front());
       stream.pending.pop_front();
@@ -75,13 +78,34 @@ class Streams {
   }
   void drain(LateStream& stream) { run(stream, stream.enqueued); }
 
+  // Another clock begins: what is through by the one before is through.
+  void begin(Pace pace) {
+    Guarded lock(everything());
+    if (pace != Timing::all().pace)
+      for (auto& list : streams_)
+        for (auto* stream : list) stream->through_s = 0;
+    Timing::all().begin(pace);
+  }
+
+  void pass_link(LateStream& stream, bool to_host, size_t nbytes) {
+    Guarded lock(everything());
+    stream.through_s = Timing::all().pass_link(to_host, nbytes, stream.through_s);
+  }
+
   // The host waits for all that the stream was given.
   void synchronize(LateStream& stream) {
+    Timing::all().wait_until(stream.through_s);
     Guarded lock(everything());
     drain(stream);
     join(Races::all().host, stream.clock);
   }
   void synchronize(int device) {
+    double then_s = 0;
+    {
+      Guarded lock(everything());
+      for (auto* stream : streams_[device]) then_s = std::max(then_s, stream->through_s);
+    }
+    Timing::all().wait_until(then_s);
     Guarded lock(everything());
     for (size_t i = 0; i < streams_[device].size(); ++i) synchronize(*streams_[device][i]);
   }
@@ -120,6 +144,7 @@ struct Event {
   LateStream* stream = nullptr;
   uint64_t position = 0;
   Clock clock;
+  double through_s = 0;
   int queries = 0;
 
   void record(LateStream& on) {
@@ -127,6 +152,7 @@ struct Event {
     stream = &on;
     position = on.enqueued;
     clock = on.clock;
+    through_s = std::max(on.through_s, Timing::all().is_on() ? Timing::all().now_s() : 0.0);
     join(clock, Races::all().host);
     queries = 0;
   }
@@ -135,17 +161,24 @@ struct Event {
     if (!stream) return;
     join(waiting.clock, clock);
     if (stream == &waiting) return;
+    waiting.through_s = std::max(waiting.through_s, through_s);
     Streams::all().enqueue(waiting, [on = stream, n = position] { Streams::all().run(*on, n); });
   }
   bool query() {
     Guarded lock(everything());
     if (!stream || stream->done >= position) return true;
+    if (Timing::all().is_on()) {
+      if (Timing::all().now_s() < through_s) return false;
+      synchronize();
+      return true;
+    }
     // Whoever asks again and again waits: a GPU would come to an end, so the thousandth answer is the truth of later.
     if (++queries < 1000) return false;
     synchronize();
     return true;
   }
   void synchronize() {
+    if (stream) Timing::all().wait_until(through_s);
     Guarded lock(everything());
     if (!stream) return;
     Streams::all().run(*stream, position);
