@@ -65,6 +65,7 @@ WARM, MEASURED = 1, 2
 BELOW = 0.97
 LEAST_LIMIT = 2 * common.MIB
 SPECIAL: dict[str, Any] = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BEGINS_WITH_PAD: dict[str, Any] = {"decoder_start_token_id": 0}
 MODELS = ("llama", "gpt2", "t5")
 Row = dict[str, Any]
 
@@ -495,7 +496,7 @@ def _build(name: str) -> Any:
         model = hf.T5ForConditionalGeneration(
             hf.T5Config(
                 d_model=384, d_kv=64, num_heads=6, d_ff=1536, num_layers=5, vocab_size=WORDS, dropout_rate=0.0, use_cache=False,
-                pad_token_id=0, decoder_start_token_id=0,
+                pad_token_id=0, **BEGINS_WITH_PAD,
             )
         )  # fmt: skip
     return model.train()

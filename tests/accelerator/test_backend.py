@@ -311,3 +311,29 @@ def test_autocast_casts_as_on_an_accelerator() -> None:
     with torch.autocast("late", dtype=torch.bfloat16):
         product = torch.ones(4, 4, device=HERE) @ torch.ones(4, 4, device=HERE)
     assert product.dtype == torch.bfloat16
+
+
+def test_links_take_their_bytes_by_their_rates_on_a_clock_that_only_work_moves() -> None:
+    """Each way its own, one copy of a way after the other, and a kernel behind a copy begins when that is through."""
+    nbytes, rate = 1 << 20, float(1 << 22)  # a quarter of a second each
+    there = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    here = [torch.zeros(nbytes, dtype=torch.uint8, device="late") for _ in range(3)]
+    comes, leaves = torch.Stream("late:0"), torch.Stream("late:0")
+    clock = late.native.now_s
+    with late.links(rate, pace="counted"):
+        torch.accelerator.synchronize()
+        began_s, worked_s = clock(), late.native.worked_s()["to device"]
+        with comes:
+            here[0].copy_(there, non_blocking=True)
+            here[1].copy_(there, non_blocking=True)
+        with leaves:
+            there.copy_(here[2], non_blocking=True)
+        enqueued_s = clock() - began_s
+        leaves.synchronize()
+        left_s = clock() - began_s
+        torch.accelerator.current_stream().wait_stream(comes)
+        here[0].add_(1)
+        torch.accelerator.synchronize()
+        came_s = clock() - began_s
+        assert late.native.worked_s()["to device"] - worked_s == 0.5
+    assert enqueued_s < 0.1 and 0.25 <= left_s < 0.4 and 0.5 <= came_s < 0.7

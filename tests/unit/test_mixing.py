@@ -397,6 +397,27 @@ def test_a_mixed_plan_is_found_where_no_uniform_one_fits() -> None:
     assert {choice.plan.block(block.name).state_home for block in profile.blocks} == {Tier.DEVICE, Tier.HOST}
 
 
+@pytest.mark.parametrize("host_states", [0.5, 8.0])
+def test_the_smallest_limit_that_a_refusal_names_is_one_of_mixed_plans_too(host_states: float) -> None:
+    """It fits there, and is refused with 3 % less; with too little host memory mixed plans do with less than others."""
+    profile = replace(of_whole_batches(3), host_update_obstacle="for fewer plans")
+    states = sum(profile.resting_state_bytes(block.name) for block in profile.blocks)
+    asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: int(host_states * states)}}
+
+    def smallest(limit: int, **more: Any) -> int:
+        with pytest.raises(DoesNotFitError) as refused:
+            choose_plan(profile, Budget(limit_bytes=limit, reserve_bytes=64 << 20), card(), **asked, **more)
+        assert ("layers alike" in str(refused.value)) == bool(more)
+        return refused.value.smallest_limit_bytes or 0
+
+    named, of_uniform = smallest(1), smallest(1, mixes_below=0.0)
+    assert named <= of_uniform and (named < of_uniform) == (host_states < 1)
+    choice = choose_plan(profile, Budget(limit_bytes=named, reserve_bytes=64 << 20), card(), **asked)
+    check_schedule(choice.schedule, choice.plan, profile)
+    assert choice.timeline.peak_bytes <= named - (64 << 20)
+    assert smallest(int(named * 0.97)) >= named * 0.97
+
+
 def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:
     profile = gpt_profile(layers=2, width=2048, tokens=2048, batch_rows=4, rows=(4,), vocabulary=16)
     assert find_units(profile).ends == ()

@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 import torch
 
 from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
+from memfit.api.fitting_checks import check_fits, cut_for
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
-from memfit.batches.splitting import checked_rows, signature_of
+from memfit.batches.splitting import signature_of
 from memfit.checkpoints.checkpointer import stored_reason
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.frozen_formats import FrozenFormat
+from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.numerics import NONADDITIVE, check_exact, declare
 from memfit.core.plan import Plan
@@ -44,11 +46,8 @@ from memfit.job.setup import Planned, Prepared, Setup
 from memfit.job.step_runner import StepRunner, begin_steps
 from memfit.planning.candidates import update_time
 from memfit.planning.journal_rules import check_journaled
-from memfit.planning.pricing import bytes_of_check
 from memfit.planning.refusals import Refusal
-from memfit.prediction.residents import peak_report
 from memfit.profiling.trace import arrange_blocks
-from memfit.scheduling.lower import lower
 from memfit.tensors.trees import tensors_in
 
 GIVEN = "given by the user."
@@ -66,7 +65,7 @@ def begin_given(
     def begin(own: Setup) -> StepRunner:
         found = trace(own, sample, plan)
         budget = own.budget(sample, found, plan)
-        _check_fits(own, sample, plan, found, budget)
+        check_fits(own, sample, plan, found, budget)
         planned = make_planned(own, sample, plan, reason, found, budget, why=why)
         return _begin_checked(planned, sample, found)
 
@@ -230,6 +229,8 @@ def replan(
     held: Iterable[torch.Tensor] = (),
     margin_bytes: int = 0,
     below_bytes: int | None = None,
+    hardware: Hardware | None = None,
+    plan: Plan | None = None,
 ) -> Planned:
     """Decides the fastest plan that fits beside what is allocated now.
 
@@ -242,23 +243,37 @@ def replan(
         margin_bytes: to be left free besides.
         below_bytes: what it must be predicted to take less than, by the margin too: a plan of that
             peak did not do.
+        hardware: the machine as it was measured since; where `like` is bitwise plain PyTorch, so is
+            the plan then. None: as the job knows it.
+        plan: that is taken; None: the fastest that fits.
 
     Raises:
         DoesNotFitError: none does.
     """
     setup = replace(setup, problem=replace(setup.problem, aside=None))
-    problem = setup.problem
+    problem, numerics = setup.problem, setup.numerics
+    if hardware is not None:
+        setup = replace(setup, hardware=lambda: hardware)
+        if like.microbatches == 1 and like.loss_chunk_tokens is None:
+            numerics = "exact"
     budget = setup.machine.budget(beside=[*held, *tensors_in(batch), *problem.model.buffers()])
     if below_bytes is not None and budget.tensor_bytes is not None:
         margin_bytes += max(0, budget.tensor_bytes - below_bytes)
     budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
+    if plan is not None:
+        found = trace(setup, batch, plan)
+        reason = "it was measured to be faster."
+        return make_planned(
+            setup, batch, plan, reason, found, budget, adds_up=adds_up, why="", load_bytes=setup.load_bytes
+        )
     try:
         found = _profile_counts(setup, batch, lambda _: budget, running=like)
     except UncuttableError as error:
         setup = setup.cut_by(Whole(str(error)))
         found = _profile_counts(setup, batch, lambda _: budget, running=like)
     may_split = found.may_split and adds_up is not False
-    chosen = _choose(setup, batch, found, budget, may_split=may_split, running=like)
+    asked = replace(setup, numerics=numerics)
+    chosen = _choose(asked, batch, found, budget, may_split=may_split, running=like)
     plan = chosen.plan
     if plan.microbatches == setup.problem.cut.rows(batch):
         # It is cut into as many by any larger number too: then batches with more rows keep theirs.
@@ -355,7 +370,7 @@ def make_planned(
         beside_bytes=beside,
         budget=budget,
         adds_up=True if NONADDITIVE in setup.allow else adds_up,
-        replan=partial(replan, setup) if setup.replans else None,
+        replan=partial(replan, setup) if setup.replans or setup.adapts else None,
     )
 
 
@@ -363,7 +378,7 @@ def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apa
     """Prepares the sample, from the profile that the plan was decided with where that has its
     sizes.
     """
-    cut = _cut_for(setup, sample, plan)
+    cut = cut_for(setup, sample, plan)
     rows = -(-found.batch_rows // cut.microbatches)
     if found.batch_rows == setup.problem.cut.rows(sample) and rows in found.traces:
         return prepared_for(
@@ -375,11 +390,6 @@ def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apa
             device=setup.device,
         )
     return prepare(setup, plan, sample, adds_apart=adds_apart)
-
-
-def _cut_for(setup: Setup, batch: Any, plan: Plan) -> Plan:
-    """Returns the plan with as many microbatches as the batch can be cut into."""
-    return replace(plan, microbatches=setup.problem.cut.most(batch, plan.microbatches))
 
 
 def _profile_counts(
@@ -451,7 +461,7 @@ def _own_plan(setup: Setup, sample: Any, plan: Plan) -> tuple[Profile | None, st
     lacking = lacking_tier(plan, setup.machine)
     if lacking is not None:
         return None, f"it puts something into the tier {str(lacking)!r}, which this machine does not have"
-    cut = _cut_for(setup, sample, plan)
+    cut = cut_for(setup, sample, plan)
     found = trace(replace(setup, numerics="auto"), sample, cut)
     if setup.numerics == "exact" and not declare(cut, found).is_exact:
         return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
@@ -461,38 +471,3 @@ def _own_plan(setup: Setup, sample: Any, plan: Plan) -> tuple[Profile | None, st
         return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
     excess = excess_beside_device(setup, ready)
     return (found, "") if excess is None else (None, f"it {excess}")
-
-
-def _check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: Budget) -> None:
-    """Refuses a given plan that is predicted to pass the limit.
-
-    Raises:
-        DoesNotFitError: with its peak, what stands there, and the smallest limit for it.
-    """
-    if budget.limit_bytes is None or budget.tensor_bytes is None or not setup.enforces:
-        return
-    cut, device = _cut_for(setup, sample, plan), setup.device
-    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, has_lines=setup.has_lines, device=device)
-    peak = ready.peak_bytes
-    report = peak_report(lower(ready.step.schedule, cut, found, device=device, is_itemized=True), rows=6)
-    if cut.microbatches > 1 and NONADDITIVE not in setup.allow:
-        rows = min(checked_rows(setup.problem.cut), found.batch_rows)
-        traced = found
-        if max(found.traces) < rows:
-            traced = setup.problem.profile_for(replace(cut, microbatches=found.batch_rows // rows), sample)
-        checked = bytes_of_check(cut, traced, rows, device=device)
-        if checked > peak:
-            peak = checked
-            report = f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}"
-    load_bytes = setup.most_load_bytes if setup.machine.counts_process else 0
-    if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
-        raise Refusal(
-            budget=budget,
-            peak_bytes=peak,
-            plan="the given plan",
-            report=report,
-            advice=("a plan that keeps less here", "none, so that one is chosen"),
-            load_bytes=load_bytes,
-            is_given=True,
-            varies=setup.machine.counts_process,
-        ).error()

@@ -25,7 +25,18 @@ from memfit.tensors.guard import is_away
 
 Kind = Literal["bitwise", "rounding", "approximate", "different"]
 
-_NOT_HERE = ("store", "resume", "durability", "scheme", "on_breach", "weights", "lines", "keep_gradients", "weight")
+_NOT_HERE = (
+    "store",
+    "resume",
+    "durability",
+    "scheme",
+    "on_breach",
+    "adapt",
+    "weights",
+    "lines",
+    "keep_gradients",
+    "weight",
+)
 _MOST = {Exactness.REORDERED: 1e-4, Exactness.APPROXIMATE: 0.1}
 """Largest difference of a gradient, relative to its norm, that a plan of this exactness may make: a
 thousand roundings of fp32; what numbers of 8 bits of mantissa, or fewer in states, come to.

@@ -88,6 +88,7 @@ def fit(
     durability: Durability = "step",
     scheme: Scheme | None = None,
     on_breach: Literal["error", "replan"] = "error",
+    adapt: bool = False,
 ) -> Job:
     """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside
     the limit.
@@ -216,6 +217,11 @@ def fit(
             tighter plan, at most three times; for such a batch a plan that fits it is taken first.
             `job.breaches` and a warning tell it with its cause, and where sums add up in another
             order from then on. Needs `store=`, and durability "step".
+        adapt: True prices the plan again with what the job's own steps measure of the machine (its
+            links; without a GPU its rates of work, too). Where that makes another plan at least a
+            tenth faster, it takes the job's place between two steps, with the same bits from then
+            on; one that measures slower than the plan before gives way to it again. `job.breaches`
+            and a warning tell it. Needs `store=`, and durability "step".
 
     Returns:
         The job.
@@ -271,8 +277,13 @@ def fit(
                     on_breach=on_breach,
                     scheme=scheme,
                     plan=given.plan,
+                    adapt=adapt,
                 )
             _check_on_breach(on_breach, store or resume, durability)
+            if (adapt and (store or resume) is None) or (adapt and durability != "step"):
+                raise UsageError(
+                    'adapt=True takes a run up again from its last commit: name a directory with store=, and keep durability="step"'
+                )
             giving_up = stack.enter_context(ExitStack())
             run = _open_run(store, resume, durability, scheme, giving_up, ranks)
             if run is not None and run.is_resumed:
@@ -302,6 +313,7 @@ def fit(
                 lines_sample=sample if lines else None,
                 ranks=ranks,
                 classic=given.classic,
+                adapts=adapt,
             )
             job = _begin(setup, sample, given.plan, saved)
             giving_up.pop_all()  # the directory is the job's now

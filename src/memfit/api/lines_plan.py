@@ -27,6 +27,7 @@ def check_asked(
     on_breach: str,
     scheme: str | None,
     plan: Plan | None,
+    adapt: bool = False,
 ) -> None:
     """Refuses arguments of `fit` that lines of the user's own make without effect, or that need
     `job.step`.
@@ -40,6 +41,7 @@ def check_asked(
         "weight": (weight, "your lines scale each loss"),
         "split": (split, "your lines cut the batch"),
         'on_breach="replan"': (on_breach == "replan" or None, "a step of your lines cannot be made again"),
+        "adapt=True": (adapt or None, "a plan is exchanged between two calls of job.step"),
         'scheme="journal"': (scheme == "journal" or None, "a journal decides whole steps: leave it out for two slots of every weight"),
     }  # fmt: skip
     for name, (given, why) in reasons.items():

@@ -66,6 +66,7 @@ def begin_over_ranks(
     """
     asked = {
         'on_breach="replan"': setup.replans,
+        "adapt=True": setup.adapts,
         "lines=": setup.lines_sample is not None,
     }
     for name, is_asked in asked.items():

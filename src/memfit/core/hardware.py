@@ -96,6 +96,23 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkTraffic:
+    """Measured transfers of one direction of a link.
+
+    Attributes:
+        nbytes: that went.
+        seconds: that they took, one after the other.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, nbytes: int, seconds: float) -> LinkTraffic:
+        """Returns the sum with more transfers."""
+        return LinkTraffic(nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TierSpec:
     """A tier of a machine.
 

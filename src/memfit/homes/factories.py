@@ -21,11 +21,12 @@ import torch
 
 from memfit import devices
 from memfit.core.errors import StoreError
-from memfit.core.hardware import TierSpec
+from memfit.core.hardware import LinkTraffic, TierSpec
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes.disk import DiskHome
 from memfit.homes.home import ByteHome, TransferGroup
+from memfit.homes.link_meter import LinkMeter
 from memfit.homes.memory import MemoryHome
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.regions import RegionStore, WorkingStore
@@ -97,6 +98,12 @@ class HomeFactory:
         """
         return {}, {}
 
+    def take_traffic(self) -> Mapping[str, LinkTraffic]:
+        """Returns what transfers took since it was asked last, by direction ("read", "write"), if
+        the tier measures them.
+        """
+        return {}
+
     @property
     def held_bytes(self) -> int:
         """Returns the bytes of the tier that homes and offloaded tensors have claimed, if it counts
@@ -133,6 +140,7 @@ class MemoryFactory(HomeFactory):
         stream: the copy stream, for host memory beside an accelerator, and for device memory that
             the host updates.
         writes: the stream of writes; None: that of reads too.
+        measures: what copies take is measured.
         ledger: a context in which homes are allocated.
     """
 
@@ -143,6 +151,7 @@ class MemoryFactory(HomeFactory):
         *,
         stream: torch.Stream | None = None,
         writes: torch.Stream | None = None,
+        measures: bool = False,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._tier = tier
@@ -151,7 +160,11 @@ class MemoryFactory(HomeFactory):
         self._writes = writes
         self._ledger = ledger
         self._homes: list[MemoryHome] = []
-        self._pool = None if tier.traits.is_device else HostPool(device, stream=stream, writes=writes, ledger=ledger)
+        self._meter: LinkMeter | None = None
+        self._pool: HostPool | None = None
+        if not tier.traits.is_device:
+            self._meter = LinkMeter() if measures and stream is not None else None
+            self._pool = HostPool(device, stream=stream, writes=writes, meter=self._meter, ledger=ledger)
 
     def home(self, request: HomeRequest) -> ByteHome:
         """See `HomeFactory`."""
@@ -159,7 +172,14 @@ class MemoryFactory(HomeFactory):
         stream, writes = (self._stream, self._writes) if crosses else (None, None)
         with self._ledger():
             self._homes.append(
-                MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=stream, writes=writes)
+                MemoryHome(
+                    request.nbytes,
+                    tier=self._tier,
+                    device=self._device,
+                    stream=stream,
+                    writes=writes,
+                    meter=self._meter,
+                )
             )
         return self._homes[-1]
 
@@ -167,6 +187,10 @@ class MemoryFactory(HomeFactory):
         """See `HomeFactory`."""
         assert self._pool is not None, "nothing is offloaded to the device"
         return self._pool
+
+    def take_traffic(self) -> Mapping[str, LinkTraffic]:
+        """See `HomeFactory`."""
+        return {} if self._meter is None else self._meter.take()
 
     @property
     def held_bytes(self) -> int:
@@ -325,6 +349,7 @@ def own_factories(
     host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     kept: RegionStore | None = None,
     further: Mapping[Tier, FurtherTier] | None = None,
+    measures_links: bool = False,
 ) -> dict[Tier, HomeFactory]:
     """Returns the table of a job: memory of the device and of the host, files, and further tiers.
 
@@ -335,6 +360,7 @@ def own_factories(
             device).
         kept: a store that outlives the job, whose regions are used if it has them.
         further: tiers beside memfit's own, or in place of them.
+        measures_links: what copies between an accelerator and its host take is measured.
     """
     coming = leaving = down = up = None
     if devices.is_accelerator(device):
@@ -343,7 +369,9 @@ def own_factories(
         coming, leaving, down, up = (devices.of(device).new_stream(device) for _ in range(4))
     own: dict[Tier, HomeFactory] = {
         Tier.DEVICE: MemoryFactory(Tier.DEVICE, device, stream=down, writes=up),
-        Tier.HOST: MemoryFactory(Tier.HOST, device, stream=coming, writes=leaving, ledger=host_ledger),
+        Tier.HOST: MemoryFactory(
+            Tier.HOST, device, stream=coming, writes=leaving, measures=measures_links, ledger=host_ledger
+        ),
         Tier.DISK: FileFactory(directory, device, stream=coming, leaving=leaving, ledger=host_ledger, kept=kept),
     }
     return own | {tier: each.make(device) for tier, each in (further or {}).items()}

@@ -1,10 +1,10 @@
 """Home in memory of the device, or of the host beside it.
 
 [Note: two copy streams]
-A link moves bytes both ways at once, but a stream does one copy after the other: what leaves goes on
-one stream, and what comes on another. So nothing orders a read behind the write of the same bytes but
-what is said here: a home remembers the last copies each way, and a copy waits for those of the other
-way that touch its bytes. Copies of one way are in order on their stream.
+A link moves bytes both ways at once, but a stream does one copy after the other: what leaves goes
+on one stream, and what comes on another. So nothing orders a read behind the write of the same
+bytes but what is said here: a home remembers the last copies each way, and a copy waits for those
+of the other way that touch its bytes. Copies of one way are in order on their stream.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from memfit import devices
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.homes.home import DONE, ByteHome, CompletedTransfer, TransferHandle, TransferThen
+from memfit.homes.link_meter import LinkMeter
 from memfit.tensors.trees import bytes_view, new_storage
 
 
@@ -102,6 +103,7 @@ class MemoryHome(ByteHome):
         stream: the copy stream, for host memory beside an accelerator, and for device memory that
             the host reads and writes.
         writes: the stream of writes; None: that of reads too.
+        meter: measures the copies; None: they are not measured.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class MemoryHome(ByteHome):
         device: torch.device,
         stream: torch.Stream | None = None,
         writes: torch.Stream | None = None,
+        meter: LinkMeter | None = None,
     ) -> None:
         assert tier is not Tier.DISK
         self.tier = tier
@@ -120,6 +123,7 @@ class MemoryHome(ByteHome):
         self._writes = stream if writes is None else writes
         self._read, self._written = _RangeEvents(), _RangeEvents()
         self._lock = threading.Lock()
+        self._meter = meter
         self._device = device
         self._is_beside = tier is Tier.HOST and devices.is_accelerator(device)
         self._is_pinned = False
@@ -179,9 +183,12 @@ class MemoryHome(ByteHome):
         with self._lock, device.on(stream):
             for before in other.touching(*place):
                 stream.wait_event(before)
+            began = None if self._meter is None else self._meter.begin(stream, to.nbytes)
             to.copy_(source, non_blocking=True)
             event = stream.record_event()
             own.add(*place, event)
+            if self._meter is not None:
+                self._meter.end(stream, began, to.nbytes, "read" if is_read else "write")
         # The handle keeps both storages alive until the compute stream is ordered behind the copy:
         # the caching allocator, which knows only the compute stream, cannot hand the memory out
         # before.

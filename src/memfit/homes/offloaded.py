@@ -16,6 +16,7 @@ import torch
 from memfit import devices
 from memfit.core.tiers import Tier
 from memfit.homes.home import ByteHome, TransferHandle
+from memfit.homes.link_meter import LinkMeter
 from memfit.homes.memory import MemoryHome
 from memfit.homes.staging import Staged, Staging
 from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
@@ -82,6 +83,7 @@ class HostPool:
         device: device of the storages.
         stream: copy stream of an accelerator; copies to and from the host are in order on it.
         writes: the stream of writes; None: that of reads too.
+        meter: measures the copies; None: they are not measured.
         ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
@@ -95,12 +97,14 @@ class HostPool:
         *,
         stream: torch.Stream | None = None,
         writes: torch.Stream | None = None,
+        meter: LinkMeter | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         assert (stream is not None) == devices.is_accelerator(device)
         self._device = device
         self._stream = stream
         self._writes = writes
+        self._meter = meter
         self._ledger = ledger
         self._spare: dict[int, list[MemoryHome]] = {}
         self._lock = threading.RLock()
@@ -126,7 +130,12 @@ class HostPool:
                     self._close_one()
                 with self._ledger():
                     home = MemoryHome(
-                        nbytes, tier=Tier.HOST, device=self._device, stream=self._stream, writes=self._writes
+                        nbytes,
+                        tier=Tier.HOST,
+                        device=self._device,
+                        stream=self._stream,
+                        writes=self._writes,
+                        meter=self._meter,
                     )
                 # After the allocation: one that fails must not be counted.
                 self.reserved_bytes += nbytes

@@ -25,7 +25,19 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from memfit.api import Job, Lines, fit
 from memfit.core.errors import UnsupportedError, UsageError
 
-_OWN = ("lines", "max_grad_norm", "store", "resume", "durability", "scheme", "on_breach", "weights", "weight", "split")
+_OWN = (
+    "lines",
+    "max_grad_norm",
+    "store",
+    "resume",
+    "durability",
+    "scheme",
+    "on_breach",
+    "adapt",
+    "weights",
+    "weight",
+    "split",
+)
 _REST = "lightning.ckpt"
 
 

@@ -31,7 +31,19 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.guard import is_away
 from memfit.tensors.with_frozen import WithFrozen, saved_model
 
-_OWN = ("lines", "max_grad_norm", "store", "resume", "durability", "scheme", "on_breach", "weights", "weight", "split")
+_OWN = (
+    "lines",
+    "max_grad_norm",
+    "store",
+    "resume",
+    "durability",
+    "scheme",
+    "on_breach",
+    "adapt",
+    "weights",
+    "weight",
+    "split",
+)
 _STATES, _SCHEDULER, _LAST = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 
 

@@ -331,6 +331,7 @@ def assemble(
             host_ledger=machine.host_ledger,
             kept=setup.run,
             further=machine.further,
+            measures_links=setup.adapts,
         ),
         keeps_gradients=setup.keeps_gradients,
         keeps_norms=setup.clips_norm,

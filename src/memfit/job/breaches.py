@@ -36,9 +36,12 @@ import torch
 
 from memfit.allocator.kernel import is_refusal
 from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
+from memfit.core.hardware import Hardware
+from memfit.core.log import LOG
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.job.assembly import Assembly, assemble
+from memfit.job.feedback import GAIN, step_seconds
 from memfit.job.forward_passes import check_split
 from memfit.job.interrupts import Interrupts
 from memfit.job.plan_checks import other_sums
@@ -62,6 +65,7 @@ class BreachReport:
         before: the plan that did not do.
         after: the plan that the run goes on with.
         reason: why this one.
+        is_measured: nothing was in its way: by what was measured another plan is faster.
     """
 
     step: int
@@ -71,9 +75,12 @@ class BreachReport:
     before: Plan
     after: Plan
     reason: str
+    is_measured: bool = False
 
     def in_words(self) -> str:
         """A sentence or three for people."""
+        if self.is_measured:
+            return f"from step {self.step} on another plan is taken, with the same bits. Cause: {self.cause}. Now: {self.reason}"
         what = (
             "is for a batch that does not fit under the plan so far: another one took its place"
             if self.is_predicted
@@ -183,6 +190,96 @@ def assemble_fitting(
         before=planned.plan,
         after=now.plan,
         reason=now.planned.reason,
+    )
+
+
+def assemble_faster(
+    before: Assembly, hardware: Hardware, batch: Any, replan: Replan, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport | None]:
+    """Takes the run up under a plan that is faster on the machine as it was measured, with the same
+    bits. See [Note: feedback] in `job.feedback`.
+
+    Args:
+        before: no more afterwards, unless it is what is returned.
+        hardware: as measured.
+        batch: of the step that is to be made.
+        replan: makes plans.
+        interrupts: of the job.
+
+    Returns:
+        The assembly that the run goes on with, and what was changed; the same one and None, where
+        no plan is so much faster.
+
+    Raises:
+        MemfitError: neither plan could be taken up; nothing is left of the job, the last commit is
+            whole.
+    """
+    planned = before.planned
+    held = list(before.held())
+    try:
+        with before.engine.looking_away():
+            faster = replan(batch, like=planned.plan, held=held, adds_up=planned.adds_up, hardware=hardware)
+    except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
+        LOG.info("plans were not looked for with the rates that were measured: %s", _in_a_line(other))
+        clear_frames(other)
+        return before, None
+    finally:
+        del held
+    now_s, then_s = (step_seconds(one, hardware) for one in (before.shapes.prepare(batch), faster.prepared))
+    is_same = faster.numerics.changes == planned.numerics.changes and not other_sums(planned.plan, faster.plan)
+    if faster.plan == planned.plan or not is_same or then_s > GAIN * now_s:
+        return before, None
+    cause = f"by what its steps measured of the machine the plan takes {now_s:.3g} s a step, and {then_s:.3g} s are predicted for another one"
+    return _exchanged(before, faster, cause, interrupts)
+
+
+def assemble_again(
+    before: Assembly, plan: Plan, batch: Any, replan: Replan, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport | None]:
+    """Takes the run up under the plan before the present one, which was measured to be slower.
+
+    Args:
+        before: no more afterwards, unless it is what is returned.
+        plan: that comes back.
+        batch: as for `assemble_faster`, whose results these are.
+        replan: likewise.
+        interrupts: likewise.
+    """
+    held = list(before.held())
+    try:
+        with before.engine.looking_away():
+            again = replan(batch, like=plan, held=held, adds_up=before.planned.adds_up, plan=plan)
+    except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
+        clear_frames(other)
+        return before, None
+    finally:
+        del held
+    return _exchanged(before, again, "its steps took longer than those of the plan before", interrupts)
+
+
+def _exchanged(
+    before: Assembly, planned: Planned, cause: str, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport | None]:
+    """Exchanges the plan between two steps; where that fails, the plan before is taken up again."""
+    step, now = before.steps + 1, before
+    try:
+        now.give_up()
+        now = _exchange(now, planned, interrupts)
+    except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
+        clear_frames(other)
+        return _take_back(now, before.planned, cause, other, interrupts), None
+    except BaseException:
+        now.end(restore=False)
+        raise
+    return now, BreachReport(
+        step=step,
+        cause=cause,
+        is_predicted=True,
+        foreign_bytes=0,
+        before=before.planned.plan,
+        after=now.plan,
+        reason=now.planned.reason,
+        is_measured=True,
     )
 
 

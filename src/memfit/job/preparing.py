@@ -220,7 +220,7 @@ class PreparedShapes:
         prepared, excess = self.try_batch(batch)
         if excess is not None:
             advice = "cut it, or close the job and fit again with this batch as the sample"
-            if self._planned.replan is None:
+            if not self._planned.setup.replans:
                 advice += (
                     '; fit(store=..., on_breach="replan") looks for another plan by itself when such a batch comes'
                 )

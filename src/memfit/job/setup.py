@@ -66,6 +66,7 @@ class Setup:
         keeps_gradients: gradients stay readable after a step.
         enforces: the limit is armed.
         replans: a step that meets the limit is made again under another plan.
+        adapts: a plan that is slower than was thought gives way to a faster one.
         hardware: measures what the machine can do, and what of the disk the run may take, once.
         load_bytes: held while weights move home.
         lines_sample: a batch of the user's own loop, whose lines make the steps; None: `job.step`
@@ -94,6 +95,7 @@ class Setup:
     lines_sample: Any = None
     ranks: RankGroup | None = None
     classic: str | None = None
+    adapts: bool = False
     watchers: UpdateWatchers = field(default_factory=UpdateWatchers)
 
     @property
@@ -232,6 +234,8 @@ class Replan(Protocol):
         held: Iterable[torch.Tensor] = (),
         margin_bytes: int = 0,
         below_bytes: int | None = None,
+        hardware: Hardware | None = None,
+        plan: Plan | None = None,
     ) -> Planned:
         """Plans for a batch that must fit."""
         ...
@@ -256,7 +260,7 @@ class Planned:
         adds_up: the loss of a batch is the sum over its microbatches; None: that was not tried.
         is_unproven: the sample's rows were alike, so they could not show it: the first batch is
             tried.
-        replan: decides another plan; None where a breach is an error.
+        replan: decides another plan; None where the job keeps the one that it has.
     """
 
     setup: Setup

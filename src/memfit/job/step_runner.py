@@ -20,8 +20,16 @@ from memfit.core.log import LOG
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
-from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
+from memfit.job.breaches import (
+    TRIES,
+    BreachReport,
+    assemble_again,
+    assemble_faster,
+    assemble_fitting,
+    assemble_tighter,
+)
 from memfit.job.comparing import ComparedSteps
+from memfit.job.feedback import Feedback
 from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
 from memfit.job.measured_steps import MeasuredStep, step_recorder
@@ -51,6 +59,7 @@ class StepRunner:
         owner: the job; a callback that holds it is a cycle.
         measured: the last step that was measured; None before it.
         compared: the first steps beside their prediction.
+        feedback: what steps measure of the machine, and of plans.
         watchers: functions that are told of each step.
     """
 
@@ -69,6 +78,7 @@ class StepRunner:
         self._census = Census(self.machine.meter)
         self.measured: MeasuredStep | None = None
         self.compared = ComparedSteps(assembly.setup)
+        self.feedback = Feedback(self.compared)
         self.watchers = StepWatchers()
         self._steps_here = 0
         self._lines_began_s, self._lines_peak_bytes = 0.0, 0
@@ -86,7 +96,10 @@ class StepRunner:
         assembly.keep_changes()
         assembly.checkpointer.commit_if_due()
         replan = assembly.planned.replan
-        result = self._step(batch) if replan is None else self._step_or_replan(batch, replan)
+        if replan is not None and assembly.setup.adapts:
+            self._adapt(batch, replan)
+        keeps = not assembly.setup.replans
+        result = self._step(batch) if replan is None or keeps else self._step_or_replan(batch, replan)
         self.watchers.tell_step(self.assembly, result, self.measured)
         return result
 
@@ -214,6 +227,8 @@ class StepRunner:
             self._census.warn_once(self.census())
         result = step_result(assembly, batch, outcome, time.perf_counter() - began)
         self._tell_passed(result.peak_bytes)
+        if assembly.setup.adapts:
+            self.feedback.note(assembly, prepared, result.seconds)
         return result
 
     def _prepare(self, assembly: Assembly, batch: Any) -> CutBatch:
@@ -291,6 +306,34 @@ class StepRunner:
             raise found
         finally:
             del found  # whose frames would hold it, and it the batch
+
+    def _adapt(self, batch: Any, replan: Replan) -> None:
+        """Takes a faster plan, where what was measured says that there is one."""
+        assembly, feedback = self.assembly, self.feedback
+        if assembly.journal is not None and assembly.journal.is_waiting:
+            return  # the step is decided, and computes nothing
+        slower = feedback.slower_than_before()
+        hardware = feedback.measured(assembly) if slower is None else None
+        if slower is None and hardware is None:
+            return
+        before = take_random()
+        try:
+            with self.machine.phases("replan"):
+                if slower is not None:
+                    self.assembly, found = assemble_again(assembly, slower, batch, replan, self.interrupts)
+                else:
+                    assert hardware is not None
+                    self.assembly, found = assemble_faster(assembly, hardware, batch, replan, self.interrupts)
+        except BaseException:
+            self.has_ended = assembly.has_ended
+            raise
+        finally:
+            give_random(before)
+        if found is not None:
+            feedback.begin_plan(found.before if slower is None else None)
+            self.breaches.append(found)
+            LOG.info("another plan: %s", found.in_words())
+            warnings.warn(found.in_words(), MemfitWarning, stacklevel=4)
 
     def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
         try:

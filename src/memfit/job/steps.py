@@ -265,7 +265,7 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
         else "The step is decided, and finished by the next call"
         if is_decided
         else "Nothing was updated"
-        if assembly.planned.replan is not None  # whether the job goes on is found out then
+        if assembly.setup.replans  # whether the job goes on is found out then
         else "Nothing was updated: the job goes on with the weights of before"
     )
     return (

@@ -282,8 +282,8 @@ def _search_leanest(
 def _smallest_of_mixed(
     searches: Sequence[UniformSearch], built: list[BuiltCandidate], question: PlanQuestion, indices: Iterator[int]
 ) -> tuple[int, BuiltCandidate] | None:
-    """Looks for mixed plans, where nothing fits, at limits each 3 % below the one before: by halves,
-    then one by one.
+    """Looks for mixed plans, where nothing fits, at limits each 3 % below the one before, by
+    halves.
 
     Returns:
         Bytes of tensors at which a search finds a plan, where it finds none at 3 % less of the

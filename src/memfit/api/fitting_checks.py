@@ -1,0 +1,62 @@
+"""Refusal of a plan that was given and does not fit.
+
+In: a plan, its profile, a budget. Out: nothing, or the refusal with the smallest limit for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memfit.batches.splitting import checked_rows
+from memfit.core.limits import Budget
+from memfit.core.numerics import NONADDITIVE
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.units import format_bytes
+from memfit.job.preparing import prepared_for
+from memfit.job.setup import Setup
+from memfit.planning.pricing import bytes_of_check
+from memfit.planning.refusals import Refusal
+from memfit.prediction.residents import peak_report
+from memfit.scheduling.lower import lower
+
+
+def cut_for(setup: Setup, batch: Any, plan: Plan) -> Plan:
+    """Returns the plan with as many microbatches as the batch can be cut into."""
+    return replace(plan, microbatches=setup.problem.cut.most(batch, plan.microbatches))
+
+
+def check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: Budget) -> None:
+    """Refuses a given plan that is predicted to pass the limit.
+
+    Raises:
+        DoesNotFitError: with its peak, what stands there, and the smallest limit for it.
+    """
+    if budget.limit_bytes is None or budget.tensor_bytes is None or not setup.enforces:
+        return
+    cut, device = cut_for(setup, sample, plan), setup.device
+    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, has_lines=setup.has_lines, device=device)
+    peak = ready.peak_bytes
+    report = peak_report(lower(ready.step.schedule, cut, found, device=device, is_itemized=True), rows=6)
+    if cut.microbatches > 1 and NONADDITIVE not in setup.allow:
+        rows = min(checked_rows(setup.problem.cut), found.batch_rows)
+        traced = found
+        if max(found.traces) < rows:
+            traced = setup.problem.profile_for(replace(cut, microbatches=found.batch_rows // rows), sample)
+        checked = bytes_of_check(cut, traced, rows, device=device)
+        if checked > peak:
+            peak = checked
+            report = f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}"
+    load_bytes = setup.most_load_bytes if setup.machine.counts_process else 0
+    if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
+        raise Refusal(
+            budget=budget,
+            peak_bytes=peak,
+            plan="the given plan",
+            report=report,
+            advice=("a plan that keeps less here", "none, so that one is chosen"),
+            load_bytes=load_bytes,
+            is_given=True,
+            varies=setup.machine.counts_process,
+        ).error()
