@@ -337,7 +337,9 @@ def test_a_further_permission_is_never_slower() -> None:
 @given(data=st.data())
 def test_of_200_pairs_of_permissions_the_further_is_never_slower(data: st.DataObject) -> None:
     """Five limits each, two pairs of permissions a limit."""
-    profile = with_masters(large_profile(data.draw(st.integers(2, 4))))
+    profile = with_masters(
+        replace(large_profile(2), host_update_obstacle=data.draw(st.sampled_from(["", "for fewer plans"])))
+    )
     profile = replace(
         profile, traces={rows: profile.traces[rows] for rows in data.draw(st.sampled_from([(4,), (4, 2)]))}
     )
