@@ -155,6 +155,8 @@ def is_foretold(row: Row) -> bool:
 def report(rows: Sequence[Row]) -> str:
     """A table of all cases, and the sums that the goals are about."""
     good = [row for row in rows if "failed" not in row]
+    if not good:
+        return f"{len(rows)} cases, all failed"
     found = [errors(row) for row in good]
     lines = [
         common.table(

@@ -24,7 +24,9 @@ from equivalence import plans
 from faults import tower
 from faults.tower import Batch, Tower
 from memfit.allocator import Allocator, install
+from memfit.api import deciding
 from memfit.core.errors import DoesNotFitError, LimitBreachError
+from memfit.core.limits import Budget
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
@@ -104,6 +106,38 @@ def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
     assert held.keys() == {"first step", "steady"}
     assert max(held.values()) <= limit
     job.close(restore=False)
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_plan_fits_beside_what_is_held_when_it_has_been_chosen(
+    lines: bool, allocator: Allocator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for a plan takes of the process, too: here a tensor that is too large for the plan."""
+    model = Tower(128, 8).build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = Tower(128).batch(0)
+    limit = allocator.stats().live_bytes + 6 * sum(p.nbytes for p in model.parameters())
+    grown: list[Tensor] = []
+    peaks: list[int] = []
+    choose = deciding._choose
+
+    def choose_and_grow(setup: Any, sample: Any, found: Profile, budget: Budget, **options: Any) -> Any:
+        chosen = choose(setup, sample, found, budget, **options)
+        peaks.append(chosen.found.timeline.peak_bytes)
+        if not grown:
+            assert budget.tensor_bytes is not None
+            grown.append(torch.empty(budget.tensor_bytes - peaks[0] + 65536, dtype=torch.uint8))
+        return chosen
+
+    monkeypatch.setattr(deciding, "_choose", choose_and_grow)
+    with memfit.fit(
+        model, optimizer, tower.loss, batch, limit=limit, lines=lines, directory=tmp_path / "homes", emulate_device=True
+    ) as job:
+        if not lines:
+            job.step(batch)
+            assert max(phase.held_peak_bytes for phase in job.proof().phases) <= limit
+        assert len(peaks) == 2
+        assert peaks[1] < peaks[0]
 
 
 def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(

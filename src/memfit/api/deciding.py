@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
+from memfit.api.choosing import Choice, Wanted, choose, choose_in_room, commits_a_step, keeps_batch_whole
 from memfit.api.fitting_checks import check_fits, cut_for
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.batches.batch import UncuttableError
@@ -131,8 +131,7 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
         except UncuttableError as error:
             why = why or str(error)
             continue
-        budget = own.budget(sample, found)
-        chosen = _choose(own, sample, found, budget, may_split=found.may_split)
+        chosen, budget = _choose_in_room(own, sample, found, may_split=found.may_split)
         note = (
             ""
             if found.may_split
@@ -140,7 +139,6 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
         )
         try:
             reason = chosen.reason + note + remark(chosen.plan)
-            budget = own.budget(sample, chosen.profile, chosen.plan)
             planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, why=chosen.why)
             return _begin_checked(planned, sample, chosen.profile)
         except UnsupportedError as error:
@@ -151,16 +149,14 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
     if found is None:
         found = _profile_counts(own, sample, partial(own.budget, sample))
         why = why or ways[-1].why_whole(sample) or ""
-    budget = own.budget(sample, found)
     try:
-        chosen = _choose(own, sample, found, budget, may_split=False)
+        chosen, budget = _choose_in_room(own, sample, found, may_split=False)
     except DoesNotFitError as error:
         if isinstance(error.refusal, Refusal):
             raise error.refusal.error(_not_cut(why)) from None
         error.add_note(_not_cut(why).strip())
         raise
     reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
-    budget = own.budget(sample, chosen.profile, chosen.plan)
     planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
     return begin_steps(planned)
 
@@ -408,6 +404,10 @@ def _profile_counts(
         return keeps_batch_whole(setup.problem, batch, found, left, setup.hardware(), setup.machine, wanted)
 
     return setup.problem.profile(batch, setup.problem.counts(batch), chunk_tokens=None, suffices=suffices)
+
+
+def _choose_in_room(setup: Setup, sample: Any, found: Profile, *, may_split: bool) -> tuple[Choice, Budget]:
+    return choose_in_room(found, partial(setup.budget, sample), partial(_choose, setup, sample, may_split=may_split))
 
 
 def _choose(

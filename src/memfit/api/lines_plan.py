@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from memfit.api.choosing import Choice
+from memfit.api.choosing import Choice, choose_in_room
 from memfit.batches.cutting import Whole
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.limits import Budget
@@ -96,6 +97,6 @@ def plan_of_lines(
         return Plan(update=UpdateTime.AFTER_BACKWARD), "no limit was given: everything stays on the device.", found
     setup.hardware()  # measured before anything is traced
     found = setup.problem.profile(sample, (1,), chunk_tokens=None)
-    chosen = choose(setup, sample, found, setup.budget(sample, found))
+    chosen, _ = choose_in_room(found, partial(setup.budget, sample), partial(choose, setup, sample))
     why = f"{chosen.reason} It was priced for a loop that runs two batches back before each update."
     return plan_of_one_batch(chosen.plan), why, chosen.profile

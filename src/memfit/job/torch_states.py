@@ -124,7 +124,7 @@ def _fill(file: int, places: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _value(file: int, key: str, place: Any) -> Any:
-    """Returns the values of a tensor of the file, in memory of its own; what is no tensor as it is."""
+    """Returns the values of a tensor of the file, in memory of its own; others as they are."""
     if not isinstance(place, torch.Tensor):
         return place
     found = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype)
