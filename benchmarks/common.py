@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -356,6 +357,31 @@ def tail_of(profile: Profile) -> int | None:
 
 
 # --- words ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def memory_group(limit_bytes: int | None = None) -> Iterator[Path]:
+    """A memory cgroup inside this process's own one, removed at the end. Processes enter it by writing their number into `cgroup.procs`.
+
+    Args:
+        limit_bytes: of its memory, page cache included, which the kernel takes back; an overrun is a kill. None: who enters it sets it.
+
+    Raises:
+        RuntimeError: there is no version 1 memory controller here that this process may write.
+    """
+    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    path = next((p for _, controllers, p in own if "memory" in controllers.split(",")), None)
+    root = Path("/sys/fs/cgroup/memory")
+    if path is None or not os.access(root / path.lstrip("/"), os.W_OK):
+        raise RuntimeError("a memory cgroup needs root and the version 1 memory controller")
+    group = root / path.lstrip("/") / f"memfit-limits-{os.getpid()}"
+    group.mkdir()
+    try:
+        if limit_bytes is not None:
+            (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield group
+    finally:
+        group.rmdir()
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

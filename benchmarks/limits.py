@@ -19,8 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +170,7 @@ def measure(name: str, directory: Path, *, uses_cgroup: bool = False) -> list[di
     for share in SHARES:
         limit = resident + (peak - resident) // share
         plain = _run(name, "plain", limit, directory)
-        with _cgroup(limit) if uses_cgroup else _nothing() as group:
+        with common.memory_group(limit) if uses_cgroup else nullcontext() as group:
             mine = _run(name, "memfit", limit, directory, group)
             seen = int((group / "memory.max_usage_in_bytes").read_text()) if group is not None else None
         agrees = "losses" in mine and all(
@@ -217,32 +217,6 @@ def _run(name: str, mode: str, limit: int | None, directory: Path, group: Path |
     # An exception's text may have several lines.
     first = max((n for n, line in enumerate(lines) if _IS_EXCEPTION.match(line)), default=len(lines) - 1)
     return {"died": f"exit {done.returncode}: {' '.join(lines[first:])}"[:2000]}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
-
-
-@contextmanager
-def _cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A memory cgroup inside this process's own one, removed at the end.
-
-    Raises:
-        RuntimeError: there is no version 1 memory controller here that this process may write.
-    """
-    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    path = next((p for _, controllers, p in own if "memory" in controllers.split(",")), None)
-    root = Path("/sys/fs/cgroup/memory")
-    if path is None or not os.access(root / path.lstrip("/"), os.W_OK):
-        raise RuntimeError("--cgroup needs root and the version 1 memory controller; leave it out")
-    group = root / path.lstrip("/") / f"memfit-limits-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        yield group
-    finally:
-        group.rmdir()
 
 
 def _table(results: list[dict[str, Any]]) -> str:
