@@ -252,7 +252,14 @@ def test_parameters_of_a_resident_block_are_updated_in_one_step_of_the_class(
         together.append([name for name, *_ in lent])
         return plain_update(self, lent)
 
+    standing_update = OptimizerDriver.update_standing
+
+    def noted_standing(self: OptimizerDriver, lent: Any) -> Any:
+        together.append([standing.name for standing, *_ in lent])
+        return standing_update(self, lent)
+
     monkeypatch.setattr(OptimizerDriver, "update_together", noted)
+    monkeypatch.setattr(OptimizerDriver, "update_standing", noted_standing)
 
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -48,6 +48,9 @@ class RecordedPieces:
     troubles: frozenset[tuple[str, int, int]] = frozenset()
     log: list[tuple[str, int, int]] = field(default_factory=list)
 
+    def update_at_once(self, block: Any) -> bool:
+        return False
+
     def groups(self, block: Any) -> list[tuple[int]]:
         return [(piece,) for piece in range(self.lengths[block.index])]
 

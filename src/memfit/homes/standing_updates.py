@@ -8,7 +8,8 @@ Where nothing of a block comes or goes, each step lends the same memory: the sam
 the same pieces of states. Leaves over them, which the class takes for its parameters, are made once
 and used while that memory is where it was; a step then adds the gradients and copies of the
 numbers. One call of the class takes all pieces of a block. It takes them one by one
-(`OptimizerDriver.takes_one_by_one`), so that its temporary memory is that of one piece.
+(`OptimizerDriver.takes_one_by_one`), and what it has made for one is there until the next one's has
+been made: so pieces are half as long as those that are updated by themselves, and take no more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from memfit.homes.gradients import GradientHomes, GradientPiece
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, StandingPart, UpdateKind
+
+# More than any processor computes at once.
+_VECTOR_ELEMENTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class StandingUpdates:
         Returns:
             False where something of it comes or goes, or was never updated: nothing was done.
         """
-        kept = self._standing(block)
+        # Without states: of no parameter that the optimizer updates, or of none so far.
+        kept = self._standing(block) if block.index in self._states else None
         if kept is None:
             return False
         due: list[tuple[_StandingParameter, torch.Tensor]] = []
@@ -102,11 +107,12 @@ class StandingUpdates:
         if not self._may_stand(block):
             return None
         states, storage = self._states[block.index], block.storage
+        length = _piece_length(block)
         parameters: list[_StandingParameter] = []
         for slot in (slot for slot in block.slots if slot.name in self._trained):
             pieces: list[tuple[int, int, StandingPart]] = []
-            for first in range(0, slot.numel, PIECE_ELEMENTS):
-                count = min(PIECE_ELEMENTS, slot.numel - first)
+            for first in range(0, slot.numel, length):
+                count = min(length, slot.numel - first)
                 weight = slot.flat_view(storage)[first : first + count]
                 values = states.begin_read(slot, first, count, block.update_device).values()
                 pieces.append((first, count, self._driver.stand(slot.name, weight, values)))
@@ -143,3 +149,12 @@ class StandingUpdates:
         home = self._states[block.index].home
         memory = None if home is None else home.memory_at(block.update_device)
         return block.storage.data_ptr(), 0 if memory is None else memory.data_ptr(), id(home)
+
+
+def _piece_length(block: BlockWeights) -> int:
+    """Returns the elements of a piece: half of what a piece by itself has at most in this block.
+
+    Of whole vectors, so that the last elements of a weight alone are computed as ends of one.
+    """
+    alone = min(PIECE_ELEMENTS, max(slot.numel for slot in block.slots))
+    return max(_VECTOR_ELEMENTS, alone // 2 // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS)
