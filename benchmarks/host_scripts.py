@@ -87,7 +87,7 @@ def measure(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _both(name: str, out: Path, **group: int) -> list[dict[str, Any]]:
+def _both(name: str, out: Path, **group: Any) -> list[dict[str, Any]]:
     runs = [_run(name, out, **group)]
     if "died" not in runs[0]:
         runs.append(_run(name, out, is_resumed=True, **group))

@@ -46,7 +46,8 @@ def kill() -> None:
 
 def kill_in_save(number: int) -> None:
     """Ends the process in the middle of a save, as a power cut would."""
-    own, saves = saving.write_tensors, [0]
+    module: Any = saving
+    own, saves = module.write_tensors, [0]
 
     def write(path: Path, *args: Any, **kwargs: Any) -> Any:
         saves[0] += path.name == "model.safetensors"
@@ -54,7 +55,7 @@ def kill_in_save(number: int) -> None:
             kill()
         return own(path, *args, **kwargs)
 
-    saving.write_tensors = write
+    module.write_tensors = write
 
 
 def by_lines(directory: Path, where: str, *, ours: bool) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.planning import widening
 from memfit.planning.candidates import MasterForms
+from memfit.planning.limit_series import series_of_limits
 from memfit.planning.menus import HomeRules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, mixed_plan, spread, whole_counts
 from memfit.planning.mixing import ByteRoom, best_shares
@@ -362,7 +363,7 @@ def test_of_200_pairs_of_permissions_the_further_is_never_slower(data: st.DataOb
 @given(least=st.integers(1, 1 << 45), factors=st.tuples(st.floats(1, 50), st.floats(1, 50)), units=st.integers(1, 200))
 def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[float, float], units: int) -> None:
     less, more = (int(least * factor) for factor in sorted(factors))
-    first, second = (list(widening.series_of_limits(least, asked, units)) for asked in (less, more))
+    first, second = (list(series_of_limits(least, asked, units)) for asked in (less, more))
     assert second[: len(first)] == first
     assert first[0][1] <= least + 1 and first[-1][1] >= less
     assert all(limit < less for _, limit in first[:-1])
