@@ -92,9 +92,11 @@ def test_steps_of_the_users_own_lines_are_measured(tmp_path: Path) -> None:
         assert not job.census().grown_bytes
     assert measured is not None
     assert [m.action for m in measured.moments] == [str(a) for a in subject.schedule] == [m.action for m in told]
-    for predicted, found in zip(told, measured.moments, strict=True):
-        # In a process of many tests as much as the values was seen above, in the last forward alone; why is not known.
-        assert found.peak_bytes <= predicted.peak_bytes + MIB // 2 + values.nbytes, predicted.action
+    for index, (predicted, found) in enumerate(zip(told, measured.moments, strict=True)):
+        # Autograd tells of a backward when it reaches a call: what the loss took before counts with the action before.
+        is_before_seed = index + 1 < len(told) and told[index + 1].action.startswith("seed")
+        most = max(predicted.peak_bytes, told[index + 1].peak_bytes if is_before_seed else 0)
+        assert found.peak_bytes <= most + MIB // 2, predicted.action
     # Buffers of the disk's threads are no tensors.
     assert measured.peak_bytes >= 0.85 * (subject.predicted.peak_bytes - STAGING_BYTES)
     assert ("measured in step", "6") in subject.facts
