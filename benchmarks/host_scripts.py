@@ -119,7 +119,8 @@ def _run(
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"resident"')]
     if done.returncode == 0 and lines:
         return json.loads(lines[-1]) | {"group_peak": seen}
-    return {"died": f"exit {done.returncode}: {done.stderr.strip()[-3000:]}"}
+    print(done.stderr[-3000:], file=sys.stderr)
+    return {"died": f"exit {done.returncode}"}
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
