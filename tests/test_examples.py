@@ -42,7 +42,7 @@ def test_an_example_runs_here_without_arguments(
 
 
 def on_ranks(name: str, ranks: int, where: Path) -> list[str]:
-    """What an example prints under `torchrun`."""
+    """Returns what an example prints under `torchrun`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(EXAMPLES[name])]
     child = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr

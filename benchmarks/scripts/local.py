@@ -1,4 +1,4 @@
-"""What every script of this folder imports, plain or not: where to write, the limit, local data, what is noted for the table.
+"""Import of every script of this folder, plain or not: where to write, the limit, local data, what is noted for the table.
 
 In: environment variables of `benchmarks/host_scripts.py`; without them a script runs by itself (`SCRIPT_OUT`, `SCRIPT_LIMIT`, `SCRIPT_RESUME`). Out: one line
 of JSON behind the script's own output.

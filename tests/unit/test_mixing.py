@@ -306,7 +306,7 @@ PERMISSIONS = (frozenset({"bf16"}), frozenset({"bf16-weights-sr"}), frozenset({"
 
 
 def check_permissions(profile: Profile, hardware: Hardware, limits: list[int], tiers: tuple[Tier, ...]) -> None:
-    """Of the three sets the last one holds both others."""
+    """The last one of the three sets holds both others."""
     for limit in limits:
         found: list[float] = []
         for allow in PERMISSIONS:

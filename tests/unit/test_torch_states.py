@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit.allocator import install
@@ -125,6 +127,23 @@ def test_a_full_disk_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pyte
         monkeypatch.undo()
     assert same(torch.load(tmp_path / "optimizer.pt", weights_only=True), expected)
     assert not (tmp_path / "optimizer.pt.new").exists()
+
+
+def test_tensors_that_the_system_moves_in_parts_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with more than 2 GiB."""
+    values, file = torch.arange(1000.0), tmp_path / "states.pt"
+    torch.save({"a": torch.zeros(1000)}, file)
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda number, data, offset: pwrite(number, data[:999], offset))
+    monkeypatch.setattr(os, "preadv", lambda number, into, offset: preadv(number, [into[0][:999]], offset))
+    with FakeTensorMode():
+        places = torch.load(file)
+    with file.open("r+b") as opened:
+        torch_states._fill(opened.fileno(), places, {"a": values})
+        assert torch.equal(torch_states._value(opened.fileno(), "a", places["a"]), values)
+        opened.truncate(500)
+        with pytest.raises(StoreError, match="ends in the middle of 'a'"):
+            torch_states._value(opened.fileno(), "a", places["a"])
 
 
 def test_extra_has_no_place_there(tmp_path: Path) -> None:

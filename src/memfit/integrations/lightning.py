@@ -24,20 +24,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from memfit.api import Job, Lines, fit
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.integrations import DECIDED_BY_HOSTS
 
-_OWN = (
-    "lines",
-    "max_grad_norm",
-    "store",
-    "resume",
-    "durability",
-    "scheme",
-    "on_breach",
-    "adapt",
-    "weights",
-    "weight",
-    "split",
-)
 _REST = "lightning.ckpt"
 
 
@@ -61,7 +49,7 @@ class MemfitStrategy(SingleDeviceStrategy):
 
     def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
         super().__init__(device=torch.device(device))
-        refused = [name for name in options if name in _OWN]
+        refused = [name for name in options if name in DECIDED_BY_HOSTS]
         if refused:
             raise UsageError(
                 f"MemfitStrategy({refused[0]}=...): the trainer decides that (gradient_clip_val, callbacks, ckpt_path); leave it out"

@@ -28,22 +28,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from memfit.api import Job, Lines, fit
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.integrations import DECIDED_BY_HOSTS
 from memfit.tensors.guard import is_away
 from memfit.tensors.with_frozen import WithFrozen, saved_model
 
-_OWN = (
-    "lines",
-    "max_grad_norm",
-    "store",
-    "resume",
-    "durability",
-    "scheme",
-    "on_breach",
-    "adapt",
-    "weights",
-    "weight",
-    "split",
-)
 _STATES, _SCHEDULER, _LAST = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 
 
@@ -75,7 +63,7 @@ class MemfitMixin:
         self._memfit_in_checkpoint = False
         self._memfit_lines: Lines | None = None
         self._memfit_trainable: list[nn.Parameter] = []
-        refused = [name for name in self._memfit_options if name in _OWN]
+        refused = [name for name in self._memfit_options if name in DECIDED_BY_HOSTS]
         if refused:
             raise UsageError(
                 f"memfit={{{refused[0]!r}: ...}}: the trainer decides that by arguments of its own (max_grad_norm, output_dir, resume_from_checkpoint); leave it out"

@@ -23,6 +23,7 @@ import torch
 
 from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.layout import PIECE_ELEMENTS
+from memfit.files.positioned import read_at, write_at
 from memfit.homes.update_watchers import UpdatedPiece
 from memfit.job.job import Job
 
@@ -189,7 +190,7 @@ class MemfitEma:
         header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
         header += b" " * (-len(header) % 8)
         os.ftruncate(self._file, 8 + len(header) + end)
-        _write(self._file, len(header).to_bytes(8, "little") + header, 0)
+        write_at(self._file, len(header).to_bytes(8, "little") + header, 0)
         self._begin = 8 + len(header)
 
     def _copy_weights(self) -> None:
@@ -233,26 +234,14 @@ class MemfitEma:
         size = place.dtype.itemsize
         into = bytearray(count * size)
         offset = self._begin + place.offset + first * size
-        done = 0
-        while done < len(into):
-            found = os.preadv(self._file, [memoryview(into)[done:]], offset + done)
-            if not found:
-                raise OSError(f"the file of averages {self.path} ends before its end: it was cut from outside")
-            done += found
+        if not read_at(self._file, into, offset):
+            raise OSError(f"the file of averages {self.path} ends before its end: it was cut from outside")
         return torch.frombuffer(into, dtype=place.dtype)
 
     def _put(self, place: _AveragePlace, first: int, values: torch.Tensor) -> None:
         # Of memory of its own: what NumPy has seen can not be given up any more.
         data = values.view(torch.uint8).numpy()
-        _write(self._file, data, self._begin + place.offset + first * place.dtype.itemsize)
-
-
-def _write(file: int, data: object, offset: int) -> None:
-    """Writes all of it: a full disk may take a part."""
-    left = memoryview(data).cast("B")  # type: ignore[arg-type]
-    while left:
-        done = os.pwrite(file, left, offset)
-        left, offset = left[done:], offset + done
+        write_at(self._file, data, self._begin + place.offset + first * place.dtype.itemsize)
 
 
 def _copy_file(source: int, target: int, nbytes: int) -> None:
@@ -262,5 +251,5 @@ def _copy_file(source: int, target: int, nbytes: int) -> None:
         found = os.pread(source, min(1 << 21, nbytes - done), done)
         if not found:
             raise OSError("a file of averages ends before its end: it was cut from outside")
-        _write(target, found, done)
+        write_at(target, found, done)
         done += len(found)
