@@ -173,3 +173,15 @@ def two_more(
         job.step(rows_of(rank, size, step))
     job.close()
     return done, differing(model, optimizer, [*before[:done], size, size])
+
+
+def ended(rank: int, size: int, directory: str, stage: int, tier: str) -> dict[str, torch.Tensor]:
+    """Trains two steps of a run; returns this rank's whole weights and states at the end, by name in a checkpoint."""
+    model, optimizer, job = begin(rank, size, directory, stage, tier)
+    for step in range(2):
+        job.step(rows_of(rank, size, step))
+    job.close()
+    found = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        found |= {f"optim.state.{name}.{key}": torch.as_tensor(v).clone() for key, v in optimizer.state[p].items()}
+    return found

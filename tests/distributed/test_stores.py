@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from distributed.processes import RankFailedError, Ranks
+from distributed.training import same
+from memfit.job.exporting import export_run
 
 GO_ON = "distributed.storing:go_on"
 LONG_S = 100.0  # longer than a test may wait: nothing here is ended by a timeout
@@ -55,6 +61,26 @@ def test_a_full_disk_of_one_rank_keeps_all_at_the_commit_before_and_the_run_goes
     assert second[0].startswith("StoreError: could not write the manifest of step 1")
     assert first[0] == f"PeerError: rank 1: {second[0]}"
     assert first[1] == second[1] == []
+
+
+@pytest.mark.parametrize(("size", "stage", "tier"), [(2, 3, "disk"), (3, 1, "device")])
+def test_a_run_of_ranks_is_exported_whole_in_both_forms(
+    ranks: Ranks, tmp_path: Path, size: int, stage: int, tier: str
+) -> None:
+    """Read by safetensors' and torch.distributed.checkpoint's own loaders, in one process."""
+    expected, *_ = ranks.run(size, "distributed.storing:ended", str(tmp_path / "run"), stage, tier)
+    export_run(tmp_path / "run", tmp_path / "out")
+    found = {f"model.{name}": value for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
+    for name, value in load_file(tmp_path / "out" / "optimizer.safetensors").items():
+        found[f"optim.state.{name}"] = value
+    export_run(tmp_path / "run", tmp_path / "checkpoint", form="dcp")
+    loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
+    with warnings.catch_warnings():
+        # It warns that there is one process.
+        warnings.simplefilter("ignore", UserWarning)
+        load_checkpoint(loaded, checkpoint_id=tmp_path / "checkpoint")
+    assert same(loaded, expected) == []
+    assert same(found, {name: value for name, value in expected.items() if not name.endswith(".step")}) == []
 
 
 def test_a_run_of_ranks_is_refused_by_a_process_alone_and_the_other_way_round(ranks: Ranks, tmp_path: Path) -> None:

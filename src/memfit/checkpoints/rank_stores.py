@@ -49,7 +49,7 @@ from memfit.store.os_errors import explain, store_error
 from memfit.store.publish import finish_commits
 from memfit.tensors.trees import new_storage
 
-_IDENTITY = {"memfit run of ranks": "1"}
+RANKS_IDENTITY = {"memfit run of ranks": "1"}
 _STATE_BYTES = 256 << 10
 _FORMAT = "memfit-ranks"
 _MOST_RANKS = 1 << 16
@@ -100,7 +100,7 @@ class RankRunStore(RunStore):
             record = self._begin(must_exist=must_exist) if ranks.rank == 0 else None
             text = next((text for text in optional_texts(ranks, record) if text is not None), "")
             if text:
-                self.set_number, count = _read_record(text, self.directory / RANKS_NAME)
+                self.set_number, count = read_record(text, self.directory / RANKS_NAME)
                 self.state = self._resumed.open([self.path(self.set_number, rank) for rank in range(count)])
         except BaseException:
             self.close()
@@ -129,7 +129,7 @@ class RankRunStore(RunStore):
         self._lock = DirectoryLock(path, operations=operations)
         try:
             text = (path / RANKS_NAME).read_text(encoding="utf-8") if is_there(path / RANKS_NAME) else ""
-            number, count = _read_record(text, path / RANKS_NAME) if text else (0, 0)
+            number, count = read_record(text, path / RANKS_NAME) if text else (0, 0)
             for old in path.glob("set-*"):
                 if old.name != f"set-{number}":
                     shutil.rmtree(old)  # a crash left it: it was never the run
@@ -141,7 +141,7 @@ class RankRunStore(RunStore):
 
     def path(self, number: int, rank: int) -> Path:
         """Returns the directory of a rank's store in a set."""
-        return self.directory / f"set-{number}" / f"rank-{rank}"
+        return rank_store_path(self.directory, number, rank)
 
     def take_shares(self, shares: Shares, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Takes what this rank's regions hold, before `prepare`.
@@ -160,7 +160,7 @@ class RankRunStore(RunStore):
         """
         assert not units, "ranks keep no journal"
         self._regions = dict(regions)
-        ranks, whose = self._ranks, _IDENTITY | dict(identity)
+        ranks, whose = self._ranks, RANKS_IDENTITY | dict(identity)
         is_same = self._resumed.has_same(regions, whose)
         if all(same for (same, *_) in agree(ranks, "the stores of the run", values=[float(is_same)])):
             self._resumed.close()
@@ -225,7 +225,7 @@ class RankResumed(ResumedCommit):
         for rank, directory in enumerate(directories):
             store = CommittedStore.open(
                 directory,
-                identity=_IDENTITY,
+                identity=RANKS_IDENTITY,
                 durability=self.run.durability,
                 # Each store is read through once, by one of the ranks.
                 verify=rank % self._ranks.size == self._ranks.rank,
@@ -274,13 +274,7 @@ class RankResumed(ResumedCommit):
     @property
     def numbers(self) -> Any:
         """See `ResumedCommit.numbers`: each parameter's from a rank that updated it."""
-        found: dict[str, Any] = {}
-        for state in self._states:
-            own = part(state, "optimizer", dict).get("numbers")
-            if not isinstance(own, dict):
-                raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
-            found = {**own, **found}
-        return found
+        return merged_numbers(self._states)
 
     def fill(self, region: str, home: ByteHome) -> None:
         """See `ResumedCommit.fill`. Into a new set exactly the elements are read that this rank has
@@ -382,6 +376,26 @@ class RankCommits(Commits):
         return {"shares": write_shares(self._own.shares), "shapes": shapes}
 
 
+def rank_store_path(directory: Path, number: int, rank: int) -> Path:
+    """Returns the directory of a rank's store in a set of a run."""
+    return directory / f"set-{number}" / f"rank-{rank}"
+
+
+def merged_numbers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the counters of all parameters, each from the first rank that updated it.
+
+    Raises:
+        StoreError: a rank's state has none.
+    """
+    found: dict[str, Any] = {}
+    for state in states:
+        own = part(state, "optimizer", dict).get("numbers")
+        if not isinstance(own, dict):
+            raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
+        found = {**own, **found}
+    return found
+
+
 def _write_record(directory: Path, number: int, ranks: int) -> None:
     """Names the set that is the run from now on, durably."""
     operations, fresh = FileOperations(), directory / f"{RANKS_NAME}.new"
@@ -394,7 +408,7 @@ def _write_record(directory: Path, number: int, ranks: int) -> None:
         raise explain(error, doing="name the run's stores", path=fresh) from error
 
 
-def _read_record(text: str, path: Path) -> tuple[int, int]:
+def read_record(text: str, path: Path) -> tuple[int, int]:
     """Returns the number of the set that is the run, and the number of its ranks.
 
     Raises:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class ExportForm(StrEnum):
+    """Form of an exported run, by who reads it."""
+
+    MEMFIT = "memfit"
+    DCP = "dcp"
+
 
 DirectoryArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="A directory given to fit(store=...) or train --store.")
@@ -16,14 +25,17 @@ def export(
     directory: DirectoryArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Replaced in one step, when all is written.")],
     shard: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+    to: Annotated[
+        ExportForm, typer.Option(help='"memfit": safetensors; "dcp": a checkpoint of torch.distributed.checkpoint.')
+    ] = ExportForm.MEMFIT,
 ) -> None:
-    """Copies a run's last commit out: weights that from_pretrained and safetensors read, and what
-    continues the run with plain PyTorch.
+    """Copies the last commit of a run, of one process or of several ranks, out: weights that
+    from_pretrained and safetensors read, and what continues the run with plain PyTorch.
     """
     from memfit.core.units import format_bytes
     from memfit.job.exporting import export_run
 
-    saved = export_run(directory, out, max_shard_bytes=shard)
+    saved = export_run(directory, out, max_shard_bytes=shard, form=to.value)
     for name, nbytes in saved.files.items():
         typer.echo(f"{saved.directory / name}  {format_bytes(nbytes)}")
     typer.echo(f"exported in {saved.seconds:.1f} s")

@@ -96,7 +96,10 @@ class UpdatePhase:
         # Before it is submitted: the others read what the update writes.
         self.wait(b)
         home = self._blocks[b].home
-        assert home is not None
+        assert home is not None and self._updates is not None
+        # Here too where nothing was this process's: what others made is newer than a commit.
+        if not self.skips:
+            self._updates.note_updated(b)
         self._updating[b] = home.spread()
 
     def gather(self) -> bool:

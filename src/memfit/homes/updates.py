@@ -136,6 +136,11 @@ class UpdateWorker:
         """Returns the names of the parameters that the optimizer updates."""
         return self._pieces.trained
 
+    def note_updated(self, block: int) -> None:
+        """Notes a block as one that this step changes."""
+        if block not in self.updated_blocks:
+            self.updated_blocks.append(block)
+
     def submit(self, block: BlockWeights, after: TransferHandle = DONE, *, is_beside: bool = True) -> TransferHandle:
         """Begins the update of a block; parameters without a gradient are skipped, as by
         `optimizer.step`.
@@ -150,7 +155,7 @@ class UpdateWorker:
         if not is_beside:
             with torch.no_grad():
                 if self._pieces.update_at_once(block):
-                    self.updated_blocks.append(block.index)
+                    self.note_updated(block.index)
                     return DONE
         if block.updates_on_host and self._host_stream is None:
             self._host_stream = devices.of(block.device).new_stream(block.device)
@@ -158,7 +163,7 @@ class UpdateWorker:
         if not job.is_left:
             job.handle.finish()
             return job.handle
-        self.updated_blocks.append(block.index)
+        self.note_updated(block.index)
         if not is_beside:
             with torch.no_grad():
                 _Pipeline(lambda: None).run(job)

@@ -12,10 +12,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from memfit.checkpoints.committed_run import CommittedRun, opened_to_be_read
 from memfit.checkpoints.region_layout import BUFFERS
 from memfit.checkpoints.run_state import check_numbers, numbers_in_record, part
 from memfit.checkpoints.run_store import FORMAT
@@ -24,15 +25,16 @@ from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageE
 from memfit.core.state_formats import StateFormat, moment_of, records_of
 from memfit.core.units import parse_bytes
 from memfit.engine.loss_scaling import LossScaler
+from memfit.files.replace import check_target, replacing
 from memfit.files.saved_files import INDEX_NAME, SaveFile, join, pack_states, pack_weights
 from memfit.files.tensor_bytes import HomeSource, ResidentSource, TensorSource
 from memfit.files.trainer import FILE_NAME, GroupState, TrainerState, write_text
-from memfit.homes import ByteHome, DiskHome
+from memfit.homes import ByteHome
 from memfit.homes.optimizer_states import DecodedState, StateSlot
 from memfit.homes.state_codecs import codec_of
 from memfit.huggingface.conversions import FileTensor, Range
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_other_model, write_save
-from memfit.store import CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace, verify
+from memfit.store import DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.store.directory import is_there
 from memfit.store.journal import under_way
 from memfit.store.manifest import MANIFEST_NAME, STATE_LIMIT_BYTES
@@ -42,6 +44,7 @@ from memfit.tensors.container import is_shape
 from memfit.tensors.random_states import check_torch
 
 REGISTERED_NAME = "registered.safetensors"
+ExportForm = Literal["memfit", "dcp"]
 _CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
 
 
@@ -70,9 +73,14 @@ def remove_run(directory: str | Path) -> bool:
 
 
 def export_run(
-    directory: str | Path, target: str | Path, *, max_shard_bytes: int | str = DEFAULT_SHARD_BYTES
+    directory: str | Path,
+    target: str | Path,
+    *,
+    max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+    form: ExportForm = "memfit",
 ) -> SaveResult:
-    """Copies the last commit of a run out of its store, as `Job.save` would have written it.
+    """Copies the last commit of a run, of one process or of several ranks, out of its store, as
+    `Job.save` would have written it.
 
     Weights are for `from_pretrained` and plain `load_file`; `memfit.job.loading.load` puts weights,
     optimizer states and settings into plain objects. The states of registered objects go along in
@@ -83,50 +91,106 @@ def export_run(
     settings and random numbers that it had; registered objects are those of the step before, for
     what the loop did after the step is not in the store.
 
-    Memory: two pieces of 2 MiB. All that is committed is compared with its checksums first. Nothing
-    is changed in the store, and no right to is needed.
+    In the form "dcp" it is a checkpoint of torch.distributed.checkpoint: the state dict
+    `{"model": ..., "optim": ...}` as `torch.distributed.checkpoint.state_dict.get_state_dict` has
+    it, and the number of steps as "steps". Random numbers and registered objects have no place
+    there.
+
+    Memory: two pieces of 2 MiB; in the form "dcp" a chunk of 16 MiB, or a row, and what torch takes
+    to serialize it. All that is committed is compared with its checksums first. Nothing is changed
+    in the store, and no right to is needed.
 
     Args:
         directory: of the run; no job may have it open.
-        target: replaced in one step, when all is written.
+        target: replaced in one step, when all is written; for "dcp" it must be new or empty.
         max_shard_bytes: of one file of weights.
+        form: what reads it: "memfit" (and whoever reads safetensors) or "dcp".
 
     Raises:
+        UsageError: there is no such form, or the target has files already.
         StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the
             disk. UnsupportedError: masters rest in bits that only a job joins; or the journal has a
             step under way, which only the run's program can finish.
     """
     began = time.perf_counter()
     used = FileOperations()
-    with CommittedStore.open(Path(directory).expanduser(), identity={"memfit run": FORMAT}, reads_only=True) as store:
-        _check_plain(store.disk.identity, directory)
+    if form not in ("memfit", "dcp"):
+        raise UsageError(f'a run is exported in the form "memfit" or "dcp", not {form!r:.80}')
+    resolved = Path(target).expanduser().resolve()
+    with opened_to_be_read(Path(directory).expanduser()) as run:
+        _check_plain(run.identity, directory)
         try:
-            files, texts = _files_of(store, parse_bytes(max_shard_bytes))
+            if form == "dcp":
+                sizes = _write_dcp(run, resolved, parse_bytes(max_shard_bytes), used)
+            else:
+                sizes = _write_files(run, resolved, parse_bytes(max_shard_bytes), used)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, MemfitError):
                 raise
             raise _damaged(
                 f"it does not describe a model and its optimizer ({type(error).__name__}: {error!s:.200})"
             ) from error
-        resolved = Path(target).expanduser().resolve()
-        described = texts.get(_CONFIGS["config"])
-        check_other_model(resolved, None if described is None else json.loads(described))
-        write_save(resolved, files, texts, lambda _: None, operations=used)
-    return SaveResult(
-        directory=resolved,
-        files={f.name: f.header.file_bytes for f in files},
-        seconds=time.perf_counter() - began,
-    )
+    return SaveResult(directory=resolved, files=sizes, seconds=time.perf_counter() - began)
 
 
-def _files_of(store: CommittedStore, max_shard_bytes: int) -> tuple[list[SaveFile], dict[str, str | bytes]]:
+def _write_files(run: CommittedRun, target: Path, max_shard_bytes: int, used: FileOperations) -> dict[str, int]:
+    files, texts = _files_of(run, max_shard_bytes)
+    described = texts.get(_CONFIGS["config"])
+    check_other_model(target, None if described is None else json.loads(described))
+    write_save(target, files, texts, lambda _: None, operations=used)
+    return {f.name: f.header.file_bytes for f in files}
+
+
+def _write_dcp(run: CommittedRun, target: Path, max_file_bytes: int, used: FileOperations) -> dict[str, int]:
+    # Not in the default path: it loads torch.distributed.
+    from memfit.files.dcp import write_checkpoint
+
+    if target.is_dir() and any(target.iterdir()):
+        raise UsageError(f"{target} has files already, and a checkpoint has a directory of its own: name another")
+    state = _with_journal(run)
+    facts = part(state, "model", dict)
+    weights, states = _sources(run, facts)
+    names, groups = part(facts, "names", dict), part(state, "optimizer", dict)["groups"]
+    numbers = part(part(state, "optimizer", dict), "numbers", dict)
+    check_numbers(numbers)
+    model: dict[str, Any] = {names.get(name, name): _stand_in(source) for name, source in weights.items()}
+    optimizer: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
+    sources = {f"model.{names.get(name, name)}": source for name, source in weights.items()}
+    for name, source in states.items():
+        parameter, _, key = name.rpartition(".")
+        if parameter in optimizer:
+            optimizer[parameter][key] = _stand_in(source)
+            sources[f"optim.state.{name}"] = source
+    whole = {
+        "model": model | (part(state, "extra state", dict) if "extra state" in state else {}),
+        "optim": {
+            "state": optimizer,
+            "param_groups": [{**group["settings"], "params": list(group["parameters"])} for group in groups],
+        },
+        "steps": part(state, "step", int),
+    }
+    aliases = {f"model.{other}": f"model.{name}" for other, name in part(facts, "tied", dict).items()}
+    check_target(target, needed_bytes=sum(_nbytes(source) for source in sources.values()), operations=used)
+    with replacing(target, stale=lambda _: False, operations=used) as new:
+        return write_checkpoint(new, whole, sources, aliases, max_file_bytes=max_file_bytes)
+
+
+def _stand_in(source: TensorSource) -> torch.Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, device="meta")
+
+
+def _nbytes(source: TensorSource) -> int:
+    return math.prod(source.shape) * source.dtype.itemsize
+
+
+def _files_of(run: CommittedRun, max_shard_bytes: int) -> tuple[list[SaveFile], dict[str, str | bytes]]:
     """The files that tensors go to, and the other files' texts.
 
     What is not as a job wrote it raises, by chance, whatever such values raise.
     """
-    state = _with_journal(store, store.read_state())
+    state = _with_journal(run)
     facts = part(state, "model", dict)
-    weights, states = _sources(store, facts)
+    weights, states = _sources(run, facts)
     extra = part(state, "extra state", dict) if "extra state" in state else {}
     chosen = _kept(weights | {name: ResidentSource(value) for name, value in extra.items()}, facts)
     numbers = part(part(state, "optimizer", dict), "numbers", dict)
@@ -152,14 +216,15 @@ def _damaged(why: str) -> StoreError:
     return StoreError(f"the state of the step is damaged, or of another version of memfit: {why}")
 
 
-def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state that belongs to the tensors of the store."""
-    found = under_way(store.disk)
-    if found is None:
+def _with_journal(run: CommittedRun) -> Mapping[str, Any]:
+    """The state that belongs to the tensors of the run."""
+    state = run.state
+    found = None if run.disk is None else under_way(run.disk)
+    if run.disk is None or found is None:
         return state
     if found.pending:
         raise UnsupportedError(
-            f"step {found.step} of the run in {store.disk.directory} is under way: {len(found.pending)} regions, such as {found.pending[0]!r}, are still to be "
+            f"step {found.step} of the run in {run.disk.directory} is under way: {len(found.pending)} regions, such as {found.pending[0]!r}, are still to be "
             "updated from the journal, which takes the optimizer: let the program go on with the run once (memfit.fit makes the updates), then export"
         )
     optimizer = part(state, "optimizer", dict)
@@ -223,28 +288,24 @@ def read_registered(directory: str | Path) -> dict[str, Any]:
     return decode_state(content)
 
 
-def _sources(
-    store: CommittedStore, facts: Mapping[str, Any]
-) -> tuple[dict[str, TensorSource], dict[str, TensorSource]]:
+def _sources(run: CommittedRun, facts: Mapping[str, Any]) -> tuple[dict[str, TensorSource], dict[str, TensorSource]]:
     """Where weights (their masters, where they have one) and buffers are, and where states are, by
     name.
     """
     orders = part(facts, "orders", dict)
     weights: dict[str, TensorSource] = {}
     states: dict[str, TensorSource] = {}
-    regions = store.disk.regions
-    resting: dict[str, tuple[DiskHome, TensorPlace]] = {}
+    resting: dict[str, tuple[ByteHome, TensorPlace]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     # Masters come after weights, and take their place.
-    for name in sorted(regions, key=lambda region: regions[region].tag == "master"):
-        home = DiskHome(store.region(name))
-        for place in regions[name].tensors:
-            if regions[name].tag == "state":
-                resting[place.name] = home, place
-            else:
-                shapes[place.name] = place.shape
-                weights[place.name] = _source(home, place, None if name == BUFFERS else orders.get(place.name))
-    chosen = StateFormat(store.disk.identity["state format"])
+    for tensor in sorted(run.tensors, key=lambda tensor: tensor.tag == "master"):
+        home, place = tensor.home, tensor.place
+        if tensor.tag == "state":
+            resting[place.name] = home, place
+        else:
+            shapes[place.name] = place.shape
+            weights[place.name] = _source(home, place, None if tensor.region == BUFFERS else orders.get(place.name))
+    chosen = StateFormat(run.identity["state format"])
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for parameter, _, key in (name.rpartition(".") for name in resting):
         keys[parameter].append(key)
@@ -256,7 +317,7 @@ def _sources(
 
 
 def _decoded(
-    home: DiskHome, place: TensorPlace, chosen: StateFormat, key: str, keys: Collection[str], shape: tuple[int, ...]
+    home: ByteHome, place: TensorPlace, chosen: StateFormat, key: str, keys: Collection[str], shape: tuple[int, ...]
 ) -> tuple[DecodedState, TensorPlace] | None:
     """A state that rests encoded, as a home of fp32 values and its place there; None for one that
     rests as it is.

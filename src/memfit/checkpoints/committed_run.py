@@ -1,0 +1,244 @@
+"""A committed run, opened to be read without its program: of one process, or of several ranks.
+
+In: a run's directory. Out: its small state, and a home for each whole tensor, also where ranks have
+it in parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.checkpoints.rank_layout import TensorShare, read_shares
+from memfit.checkpoints.rank_stores import RANKS_IDENTITY, merged_numbers, rank_store_path, read_record
+from memfit.checkpoints.region_layout import BUFFERS, in_memory_order
+from memfit.checkpoints.run_state import part
+from memfit.checkpoints.run_store import FORMAT, RANKS_NAME
+from memfit.core.errors import StoreError
+from memfit.core.tiers import Tier
+from memfit.homes import ByteHome, DiskHome
+from memfit.homes.home import TransferGroup, TransferHandle
+from memfit.store import CommittedStore, DiskStore, TensorPlace
+from memfit.store.directory import is_there
+from memfit.store.os_errors import explain, store_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedTensor:
+    """A tensor of the last commit.
+
+    Attributes:
+        region: of the store.
+        tag: of the region: "weight", "master", "state" or "buffer".
+        home: to read it from.
+        place: in the home, in memory order.
+    """
+
+    region: str
+    tag: str
+    home: ByteHome
+    place: TensorPlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedRun:
+    """The last commit of a run.
+
+    Attributes:
+        identity: text that tells whose it is.
+        state: what belongs to the step beside tensors; of ranks that of the first, with the
+            counters of all.
+        tensors: whole ones.
+        disk: the store of a run of one process, which may have a journal; None: ranks.
+    """
+
+    identity: Mapping[str, str]
+    state: Mapping[str, Any]
+    tensors: Sequence[CommittedTensor]
+    disk: DiskStore | None
+
+
+@contextmanager
+def opened_to_be_read(directory: Path) -> Iterator[CommittedRun]:
+    """Opens a run, compares all that is committed with its checksums, and gives it.
+
+    Raises:
+        StoreInUseError: a live job owns it.
+        StoreError: there is no run, or it is damaged.
+    """
+    with ExitStack() as stack:
+        if is_there(directory / RANKS_NAME):
+            yield _of_ranks(directory, stack)
+            return
+        store = stack.enter_context(
+            CommittedStore.open(directory, identity={"memfit run": FORMAT}, reads_only=True),
+        )
+        regions = store.disk.regions
+        tensors = [
+            CommittedTensor(region=name, tag=spec.tag, home=home, place=place)
+            for name, spec in regions.items()
+            for home in (DiskHome(store.region(name)),)
+            for place in spec.tensors
+        ]
+        yield CommittedRun(identity=store.disk.identity, state=store.read_state(), tensors=tensors, disk=store.disk)
+
+
+def _of_ranks(directory: Path, stack: ExitStack) -> CommittedRun:
+    try:
+        text = (directory / RANKS_NAME).read_text(encoding="utf-8")
+    except OSError as error:
+        raise explain(error, doing="open the run of several ranks", path=directory) from error
+    number, count = read_record(text, directory / RANKS_NAME)
+    stores = [
+        stack.enter_context(
+            CommittedStore.open(rank_store_path(directory, number, rank), identity=RANKS_IDENTITY, reads_only=True)
+        )
+        for rank in range(count)
+    ]
+    states = [store.read_state() for store in stores]
+    steps = [part(state, "step", int) for state in states]
+    if len(set(steps)) > 1:
+        raise store_error(
+            f"the ranks of the run in {directory} are at steps {sorted(set(steps))}: let the program go on with the run once, which finishes a commit "
+            "that was interrupted; if it cannot, restore all stores from one copy"
+        )
+    optimizer = {**part(states[0], "optimizer", dict), "numbers": merged_numbers(states)}
+    tensors = [*_joined(stores, states, directory), *_buffers(stores[0])]
+    return CommittedRun(
+        identity=stores[0].disk.identity, state={**states[0], "optimizer": optimizer}, tensors=tensors, disk=None
+    )
+
+
+def _buffers(store: CommittedStore) -> Iterator[CommittedTensor]:
+    """Yields the buffers of a rank: its own, as a job of ranks saves the first one's."""
+    spec = store.disk.regions.get(BUFFERS)
+    for place in () if spec is None else spec.tensors:
+        yield CommittedTensor(region=BUFFERS, tag="buffer", home=DiskHome(store.region(BUFFERS)), place=place)
+
+
+def _joined(
+    stores: Sequence[CommittedStore], states: Sequence[Mapping[str, Any]], directory: Path
+) -> Iterator[CommittedTensor]:
+    """Yields the tensors that ranks have in parts, or whole."""
+    found: dict[tuple[str, str], list[_RankPart]] = defaultdict(list)
+    for store, state in zip(stores, states, strict=True):
+        for region, shares in read_shares(state.get("shares")).items():
+            spec = store.disk.regions.get(region)
+            places = {} if spec is None else {place.name: place for place in spec.tensors}
+            for share in shares:
+                if share.count:
+                    if share.name not in places:
+                        raise store_error(f"{share.name!r:.200} is in no region of {store.disk.directory}: damaged")
+                    home = DiskHome(store.region(region))
+                    found[region, share.name].append(
+                        _RankPart(share, home, places[share.name], spec.tag if spec else "")
+                    )
+    shapes = part(states[0], "shapes", dict)
+    orders = part(part(states[0], "model", dict), "orders", dict)
+    for (region, name), parts in found.items():
+        parameter = name if name in shapes else name.rpartition(".")[0]
+        if parameter not in shapes:
+            raise store_error(f"the run in {directory} has {name!r:.200} of no weight: it is damaged")
+        stride = orders[parameter]["stride"] if parameter in orders else None
+        shape = in_memory_order(tuple(shapes[parameter]), None if stride is None else tuple(stride))
+        home, place = _whole(name, parts, shape, directory)
+        yield CommittedTensor(region=region, tag=parts[0].tag, home=home, place=place)
+
+
+@dataclass(frozen=True)
+class _RankPart:
+    """Elements of a tensor that a rank has."""
+
+    share: TensorShare
+    home: DiskHome
+    place: TensorPlace
+    tag: str
+
+
+def _whole(
+    name: str, parts: Sequence[_RankPart], shape: tuple[int, ...], directory: Path
+) -> tuple[ByteHome, TensorPlace]:
+    """Joins the parts of a tensor.
+
+    Args:
+        name: of the tensor.
+        parts: of the ranks, in order; several may have the same elements.
+        shape: of its parameter, in memory order.
+        directory: of the run, for messages.
+    """
+    numel = max(part.share.last for part in parts)
+    is_encoded = parts[0].share.record_elements > 1
+    whole = next((part for part in parts if part.share.count == numel), None)
+    if whole is not None and not is_encoded:
+        # In a shape of its own, which need not be the weight's.
+        return whole.home, whole.place
+    if not is_encoded and numel != math.prod(shape):
+        raise store_error(f"the run in {directory} has {numel} elements of {name!r:.200}, not {math.prod(shape)}")
+    joined = list(_ranges(name, parts, numel, directory))
+    nbytes = sum(one.nbytes for one in joined)
+    dtype = parts[0].place.dtype
+    place = TensorPlace(name=name, dtype=dtype, shape=(nbytes,) if is_encoded else shape, offset=0)
+    return _JoinedHome(joined), place
+
+
+def _ranges(name: str, parts: Sequence[_RankPart], numel: int, directory: Path) -> Iterator[_Bytes]:
+    """Yields where all elements lie, one range behind the other."""
+    at, begin = 0, 0
+    while at < numel:
+        one = next((part for part in parts if part.share.first == at), None)
+        if one is None:
+            raise store_error(f"the run in {directory} lacks elements of {name!r:.200} from {at} on: it is damaged")
+        offset, nbytes = one.share.span(at, one.share.last)
+        yield _Bytes(begin, nbytes, one.home, offset)
+        at, begin = one.share.last, begin + nbytes
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A range of a whole, and where it lies."""
+
+    begin: int
+    nbytes: int
+    home: DiskHome
+    offset: int
+
+
+class _JoinedHome(ByteHome):
+    """A whole whose ranges lie in several homes. It is read only."""
+
+    tier = Tier.DISK
+
+    def __init__(self, ranges: Sequence[_Bytes]) -> None:
+        self._ranges = tuple(ranges)
+        self.nbytes = sum(one.nbytes for one in ranges)
+
+    @property
+    def is_stored(self) -> bool:
+        """See `ByteHome`."""
+        return True
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`."""
+        transfers: list[TransferHandle] = []
+        try:
+            for one in self._ranges:
+                first, last = max(offset, one.begin), min(offset + nbytes, one.begin + one.nbytes)
+                if first < last:
+                    place = into_offset + first - offset
+                    transfers.append(one.home.read(one.offset + first - one.begin, last - first, into, place))
+        except BaseException:
+            # Nothing may be on its way into memory that the caller gives up.
+            TransferGroup(transfers).wait()
+            raise
+        return TransferGroup(transfers)
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.write`: nothing may be written."""
+        raise StoreError("a committed run that was opened to be read is not written")
