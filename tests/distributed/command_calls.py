@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -16,3 +19,11 @@ def train(rank: int, size: int, steps: int, directory: str) -> tuple[int, str, l
     command = ["train", "--recipe", "gpt-tiny", "--limit", "3GiB", "--steps", str(steps), *kept]
     found = CliRunner().invoke(app, command)
     return found.exit_code, found.output, sorted(path.name for path in save.iterdir())
+
+
+def example(rank: int, size: int, path: str) -> str:
+    """Runs an example; returns what it printed."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        runpy.run_path(path, run_name="__main__")
+    return told.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_the_command_line_trains_on_ranks_and_only_the_first_one_tells(ranks: Ra
         assert "model.safetensors" in files
 
 
+def test_the_sharded_example_trains_on_two_ranks_what_one_process_trains(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(EXAMPLES / "one_process.py"), run_name="__main__")
+    alone = capsys.readouterr().out
+    assert ranks.run(2, "distributed.command_calls:example", str(EXAMPLES / "sharded.py")) == [alone] * 2
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 AGAINST = "distributed.training:against"
 IN_BF16: dict[str, Any] = {"allow": {"bf16"}, "plan": {"compute_dtype": "bfloat16"}}
 
