@@ -7,6 +7,12 @@ Every measurement is a fresh process. R: resident after imports. P: peak of plai
 plain training must end in `torch.OutOfMemoryError` under memfit's allocator, and memfit must train, evaluate and save with the kernel's peak of the
 process (VmHWM, from the end of imports on, building the model included) within the limit in every phase. With `--cgroup` the process also runs in a
 memory cgroup of that limit, where an overrun is a kill (needs root and the version 1 memory controller).
+
+    .venv/bin/python benchmarks/limits.py --smallest --only vit-base --only t5-base --out benchmarks/results/smallest-100m.json
+
+`--smallest`: each case is asked with 2 MiB, trained at the smallest limit that the refusal names, and asked with 3 % less, which must be refused:
+once with the limit of the process, which holds the model as it was built until its weights have moved home, once with that of an emulated device,
+where the plan alone decides. Each is a fresh process.
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "Tensor"]
 SHARES = (2, 4)
+LEAST_LIMIT = 2 << 20
+BELOW = 0.97
 STEPS = 3
 _IS_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 # Settings that transformers takes by keyword but does not declare on these classes.
@@ -142,6 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", choices=list(CASES), help="this case (may be repeated)")
     parser.add_argument("--cgroup", action="store_true", help="check from outside as well")
+    parser.add_argument("--smallest", action="store_true", help="the smallest limits, and 3 %% below them")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -153,10 +162,13 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     try:
         for name in arguments.only or [name for name in CASES if name != "gpt-quick"]:
-            results += measure(name, directory, uses_cgroup=arguments.cgroup)
+            if arguments.smallest:
+                results += [measure_smallest(name, way, directory) for way in ("process", "emulated device")]
+            else:
+                results += measure(name, directory, uses_cgroup=arguments.cgroup)
     finally:
         shutil.rmtree(directory)
-    print(_table(results))
+    print(_smallest_table(results) if arguments.smallest else _table(results))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"machine": common.machine(), "results": results}, indent=1) + "\n")
     return 0 if all(result["holds"] for result in results) else 1
@@ -196,6 +208,42 @@ def measure(name: str, directory: Path, *, uses_cgroup: bool = False) -> list[di
         )
         print(_table(results[-1:]), file=sys.stderr, flush=True)
     return results
+
+
+def measure_smallest(name: str, way: str, directory: Path) -> dict[str, Any]:
+    """The smallest limit that is named for a case, a training at it, and the refusal of 3 % less."""
+    mode = "emulated" if way == "emulated device" else "memfit"
+    asked = _run(name, mode, LEAST_LIMIT, directory)
+    found: dict[str, Any] = {"case": name, "about": CASES[name].about, "way": way, "asked": asked, "holds": False}
+    smallest = asked.get("smallest")
+    if smallest is None:
+        return found
+    trained = _run(name, mode, smallest, directory)
+    below = _run(name, mode, int(BELOW * smallest), directory)
+    # Before fit the process holds the interpreter, its imports and the model, whatever the limit is.
+    stays = trained.get("proof_holds", False) and trained["proof_peak_bytes"] <= smallest
+    found |= {"smallest_bytes": smallest, "trained": trained, "below": below, "holds": stays and "smallest" in below}
+    print(_smallest_table([found]), file=sys.stderr, flush=True)
+    return found
+
+
+def _smallest_table(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        trained, below = r.get("trained", {}), r.get("below", {})
+        rows.append(
+            [
+                f"{r['case']} ({r['about']})",
+                r["way"],
+                common.mib(r.get("smallest_bytes")),
+                common.mib(trained.get("proof_peak_bytes")),
+                f"{trained['seconds'][-1]:.1f}" if "seconds" in trained else str(trained)[:200],
+                "refused" if "smallest" in below else str(below)[:200],
+                "yes" if r["holds"] else "NO",
+            ]
+        )
+    heads = ["case", "limit of", "smallest named, MiB", "measured peak, MiB", "step, s", "at 3 % less", "holds"]
+    return common.table(heads, rows)
 
 
 def _run(name: str, mode: str, limit: int | None, directory: Path, group: Path | None = None) -> dict[str, Any]:
@@ -283,7 +331,14 @@ def _work(*, name: str, mode: str, limit: int | None, directory: str, group: str
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         sample = case.batch(0)
         peaks["build"] = meter.peak_bytes().whole_bytes
-        job = memfit.fit(model, optimizer, _loss, sample, limit=limit, directory=Path(directory) / "homes")
+        homes = Path(directory) / "homes"
+        try:
+            job = memfit.fit(
+                model, optimizer, _loss, sample, limit=limit, directory=homes, emulate_device=mode == "emulated"
+            )
+        except memfit.DoesNotFitError as error:
+            print(json.dumps({"smallest": error.smallest_limit_bytes, "message": str(error)}))
+            return
         steps = [job.step(case.batch(step)) for step in range(STEPS)]
         evaluated = job.evaluate(case.batch(0)).loss
         job.save(Path(directory) / "saved")
@@ -295,6 +350,8 @@ def _work(*, name: str, mode: str, limit: int | None, directory: str, group: str
             "plan": job.plan.to_json(),
             "reason": job.reason,
             "predicted_peak_bytes": job.predicted_peak_bytes,
+            "proof_holds": job.proof().holds,
+            "proof_peak_bytes": job.proof().measured_peak_bytes,
         }
         job.close(restore=False)
     found |= {"imports_bytes": imports_bytes, "peaks": peaks, "peak_bytes": max(peaks.values())}

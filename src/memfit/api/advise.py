@@ -156,6 +156,67 @@ def advise(
         DoesNotFitError: no plan fits the limit.
         UsageError: the limit is more than the described device has. Others as in `fit`.
     """
+    asked = ask(
+        model,
+        optimizer,
+        loss,
+        sample,
+        limit=limit,
+        host_limit=host_limit,
+        disk_limit=disk_limit,
+        hardware=hardware,
+        emulate_device=emulate_device,
+        numerics=numerics,
+        allow=allow,
+        plan=plan,
+        blocks=blocks,
+        directory=directory,
+        split=split,
+        max_grad_norm=max_grad_norm,
+        lines=lines,
+        durability=durability,
+        scheme=scheme,
+        ranks=ranks,
+        compares=compares,
+        tries_permissions=explains,
+    )
+    return asked.answered(explains=explains)
+
+
+def ask(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    sample: Any,
+    *,
+    limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    disk_limit: int | str | None = None,
+    hardware: Hardware | str | Path | None = None,
+    emulate_device: bool = False,
+    numerics: Wish = "auto",
+    allow: Collection[str] = frozenset(),
+    plan: Plan | str | Path | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    directory: str | Path | None = None,
+    split: UserSplit | None = None,
+    max_grad_norm: float | None = None,
+    lines: bool = False,
+    durability: Durability | None = None,
+    scheme: Scheme | None = None,
+    ranks: int = 1,
+    compares: bool = False,
+    tries_permissions: bool = False,
+    measured: Hardware | None = None,
+) -> Asked:
+    """Reads the keywords of `advise`: a question that has not been answered.
+
+    With `tries_permissions` permissions that are not given are tried too, and what they need is
+    measured. `measured` are speeds of this machine, which is then not probed again.
+
+    Raises:
+        UsageError: as in `advise`.
+    """
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
     stated, device = read_hardware(hardware), device_of(model)
@@ -188,8 +249,8 @@ def advise(
         is_emulated=emulate_device,
     )
     if planned.here is not None:
-        tries = explains and given.plan is None
-        stated = probe(
+        tries = tries_permissions and given.plan is None
+        stated = measured or probe(
             planned.here,
             directory,
             probes_bf16=tries or "bf16" in allow,
@@ -210,17 +271,14 @@ def advise(
         classic=given.classic,
         compares=compares,
     )
-    asked = _Asked(problem, sample, planned, stated, wanted, split)
-    if ranks > 1 and given.plan is None:
-        if lines or is_committed or explains or given.classic is not None:
-            raise UsageError(
-                "plans for several ranks are looked for without lines=, durability=, scheme=, explains= and techniques"
-            )
-        return asked.over_ranks(ranks)
-    return asked.priced(given.plan, explains=explains) if given.plan is not None else asked.chosen(explains=explains)
+    if ranks > 1 and given.plan is None and (lines or is_committed or tries_permissions or given.classic is not None):
+        raise UsageError(
+            "plans for several ranks are looked for without lines=, durability=, scheme=, explains= and techniques"
+        )
+    return Asked(problem, sample, planned, stated, wanted, split, plan=given.plan, ranks=ranks)
 
 
-class _Asked:
+class Asked:
     """A question with all that it was asked with.
 
     Args:
@@ -230,6 +288,14 @@ class _Asked:
         hardware: that plans are priced on.
         wanted: what is allowed.
         split: cuts a batch instead of memfit.
+        plan: that is given; None: one is chosen.
+        ranks: that train together.
+
+    Attributes:
+        hardware: that plans are priced on.
+        planned: the machine, and what is left to tensors.
+        wanted: what is allowed.
+        plan: that is given, or None.
     """
 
     def __init__(
@@ -240,51 +306,71 @@ class _Asked:
         hardware: Hardware,
         wanted: Wanted,
         split: UserSplit | None,
+        *,
+        plan: Plan | None,
+        ranks: int,
     ) -> None:
         self._problem = problem
         self._sample = sample
-        self._planned = planned
-        self._hardware = hardware
-        self._wanted = wanted
+        self.planned = planned
+        self.hardware = hardware
+        self.wanted = wanted
         self._split = split
+        self.plan = plan
+        self._ranks = ranks
+
+    def answered(self, *, explains: bool = False) -> Advice:
+        """Chooses a plan, or prices the one that is given."""
+        if self.plan is not None:
+            return self.priced(self.plan, explains=explains)
+        return self.over_ranks(self._ranks) if self._ranks > 1 else self.chosen(explains=explains)
 
     def chosen(self, *, explains: bool) -> Advice:
         """Chooses a plan, with the likeliest way to cut batches that the model runs on.
 
         That the loss adds up is shown by `fit`, which runs it.
         """
-        wanted, machine, sample = self._wanted, self._planned.machine, self._sample
+        wanted, machine, sample = self.wanted, self.planned.machine, self._sample
 
         def suffices(found: Profile) -> bool:
             own = replace(wanted, may_split=found.may_split)
-            return keeps_batch_whole(self._problem, sample, found, self._budget(found), self._hardware, machine, own)
+            return keeps_batch_whole(self._problem, sample, found, self._budget(found), self.hardware, machine, own)
 
         # What is explained is asked for smaller limits too.
-        problem, first = self._profiled(None if explains or wanted.has_lines else suffices)
-        asked = AskedPlan(
+        asked = self.traced(None if explains or wanted.has_lines else suffices)
+        first, budget = asked.first, self._budget(asked.first)
+        found = choose(asked.problem, sample, first, budget, self.hardware, machine, asked.wanted, asked.traces)
+        return self.advice_of(found, explain_choice(asked, found) if explains else None)
+
+    def traced(self, suffices: Callable[[Profile], bool] | None = None) -> AskedPlan:
+        """Traces the model: the question can then be asked for several limits.
+
+        Args:
+            suffices: tells from the trace of the whole batch that no smaller one is needed.
+        """
+        problem, first = self._profiled(suffices)
+        return AskedPlan(
             problem=problem,
-            sample=sample,
+            sample=self._sample,
             first=first,
             budget=self._budget,
-            hardware=self._hardware,
-            machine=machine,
-            wanted=replace(wanted, may_split=first.may_split or wanted.has_lines),
+            hardware=self.hardware,
+            machine=self.planned.machine,
+            wanted=replace(self.wanted, may_split=first.may_split or self.wanted.has_lines),
         )
-        found = choose(problem, sample, first, self._budget(first), self._hardware, machine, asked.wanted, asked.traces)
-        return self._advice(found, explain_choice(asked, found) if explains else None)
 
     def over_ranks(self, ranks: int) -> Advice:
         """Chooses a plan for several ranks."""
         problem, found = self._profiled(None)
-        budget, clips_norm = self._budget(found), self._wanted.clips_norm
+        budget, clips_norm = self._budget(found), self.wanted.clips_norm
         chosen = choose_over_ranks(
             found,
             problem.counts(self._sample) if found.may_split else (1,),
             ranks,
             budget.tensor_bytes,
-            self._hardware,
+            self.hardware,
             clips_norm=clips_norm,
-            device=self._hardware.device,
+            device=self.hardware.device,
         )
         advice = self.priced(chosen.plan, explains=False)
         return replace(
@@ -296,15 +382,15 @@ class _Asked:
 
     def priced(self, plan: Plan, *, explains: bool) -> Advice:
         """Prices a plan that is given."""
-        allow, clips_norm = self._wanted.allow, self._wanted.clips_norm
+        allow, clips_norm = self.wanted.allow, self.wanted.clips_norm
         check_precision(plan, self._problem.model, allow)
         problem = replace(self._problem, cut=self._ways()[0])
         found = problem.profile_for(plan, self._sample)
         check_exact(plan, found, problem.numerics)
         declared = declare(plan, found, allow=allow, why="the plan was given")
-        speeds = in_dtype(self._hardware, plan.compute_dtype)
+        speeds = in_dtype(self.hardware, plan.compute_dtype)
         schedule = build_step(plan, found, clips_norm=clips_norm)
-        step = lower(schedule, plan, found, commits=self._wanted.commits, device=speeds.device)
+        step = lower(schedule, plan, found, commits=self.wanted.commits, device=speeds.device)
         check_step(step, clips_norm=clips_norm)
         timeline = predict(step, speeds)
         explained = explain_plan(plan, found, timeline, speeds, clips_norm=clips_norm) if explains else None
@@ -320,11 +406,11 @@ class _Asked:
             explanation=explained,
         )
 
-    def _advice(self, chosen: Choice, explanation: Explanation | None) -> Advice:
+    def advice_of(self, chosen: Choice, explanation: Explanation | None = None) -> Advice:
         """Returns what is known of a plan that was chosen."""
-        declared = declare(chosen.plan, chosen.profile, allow=self._wanted.allow, why=chosen.why)
+        declared = declare(chosen.plan, chosen.profile, allow=self.wanted.allow, why=chosen.why)
         plan, reason = chosen.plan, chosen.reason
-        if self._wanted.has_lines:
+        if self.wanted.has_lines:
             plan = plan_of_one_batch(plan)
             reason += " It was priced for a loop that runs two batches back before each update."
         return Advice(
@@ -343,12 +429,12 @@ class _Asked:
         )
 
     def _budget(self, found: Profile) -> Budget:
-        planned = self._planned
+        planned = self.planned
         budget = planned.budget(found)
-        return beside_loop(budget, counts_process=planned.machine.counts_process) if self._wanted.has_lines else budget
+        return beside_loop(budget, counts_process=planned.machine.counts_process) if self.wanted.has_lines else budget
 
     def _ways(self) -> list[Cut]:
-        if self._wanted.has_lines:
+        if self.wanted.has_lines:
             return [whole_by_lines()]
         return self._problem.ways(self._sample, self._split)
 

@@ -104,6 +104,20 @@ class AskedPlan:
             check_effect(self.problem, wanted.allow, self.hardware.device)
         return choose(self.problem, self.sample, self.first, budget, self.hardware, machine, wanted, self.traces)
 
+    def smallest_limit(self, beside: int) -> int:
+        """Returns the smallest limit of the device that has a plan.
+
+        Args:
+            beside: bytes that are there beside tensors.
+        """
+        try:
+            return self.answer(limit=beside + 1).found.timeline.peak_bytes + beside
+        except DoesNotFitError as error:
+            smallest = error.smallest_limit_bytes
+            if smallest is None:
+                raise  # another tier's limit
+        return smallest
+
 
 def explain_plan(
     plan: Plan, profile: Profile, timeline: Timeline, hardware: Hardware, *, clips_norm: bool
@@ -168,7 +182,7 @@ def _curve(asked: AskedPlan, chosen: Choice) -> tuple[CurvePoint, ...]:
     largest = 1 << 62
     found = [(largest, asked.answer(limit=largest))]
     most = found[0][1].found.timeline.peak_bytes + beside
-    least = _smallest_limit(asked, beside)
+    least = asked.smallest_limit(beside)
     if budget.limit_bytes is not None:
         found.append((budget.limit_bytes, chosen))
     for limit in curve_limits(min(least, most), most, _POINTS)[:-1]:
@@ -187,15 +201,6 @@ def _curve(asked: AskedPlan, chosen: Choice) -> tuple[CurvePoint, ...]:
         for limit, choice in found
     ]
     return with_knees(points)
-
-
-def _smallest_limit(asked: AskedPlan, beside: int) -> int:
-    try:
-        return asked.answer(limit=beside + 1).found.timeline.peak_bytes + beside
-    except DoesNotFitError as error:
-        smallest = error.smallest_limit_bytes
-    assert smallest is not None, "the device's limit was the one that did not do"
-    return smallest
 
 
 # --- other tiers, other permissions ---------------------------------------------------------------

@@ -142,19 +142,22 @@ def slice_batch(batch: _BatchT, start: int, stop: int, places: RowPlaces = _PLAI
     return _map(batch, cut, "batch", places)
 
 
-def grow_batch(batch: _BatchT, places: RowPlaces = _PLAIN) -> _BatchT:
-    """A batch with its first row once more behind the last, as copies.
+def grow_batch(batch: _BatchT, more: int, places: RowPlaces = _PLAIN) -> _BatchT:
+    """A batch with so many rows more: behind the last its rows once more, from the first on, as
+    copies.
 
     `places.ends` must be empty.
     """
+    count = batch_rows(batch, places)
+    rows = [row % count for row in range(count + more)]
 
     def grow(leaf: Any, path: str) -> Any:
         if isinstance(leaf, list | tuple):
-            return type(leaf)([*leaf, leaf[0]])
+            return type(leaf)([leaf[row] for row in rows])
         if isinstance(leaf, np.ndarray):
-            return np.concatenate([leaf, leaf[:1]]) if leaf.ndim else leaf
+            return leaf[rows] if leaf.ndim else leaf
         dim = places.along.get(path, 0)
-        return torch.cat([leaf, leaf.narrow(dim, 0, 1)], dim) if leaf.dim() else leaf
+        return leaf.index_select(dim, torch.tensor(rows, device=leaf.device)) if leaf.dim() else leaf
 
     return _map(batch, grow, "batch", places)
 

@@ -161,12 +161,17 @@ class ByRows:
             return str(error)
         return "it has one row" if rows == 1 else None
 
-    def grown(self, batch: Any) -> Any | None:
-        """A batch with its first row once more behind the last; None where entries belong to rows
+    def grown(self, batch: Any, more: int = 1) -> Any | None:
+        """A batch with its first rows once more behind the last; None where entries belong to rows
         in runs.
         """
         places = self.find(batch)
-        return None if places.ends else grow_batch(batch, places)
+        return None if places.ends else grow_batch(batch, more, places)
+
+    def resized(self, batch: Any, rows: int) -> Any | None:
+        """A batch of so many rows: its first ones, or more as `grown` makes them; None likewise."""
+        more = rows - self.rows(batch)
+        return self.slice(batch, 0, rows) if more <= 0 else self.grown(batch, more)
 
     def slice(self, batch: Any, start: int, stop: int) -> Any:
         """The rows from `start` to `stop`."""

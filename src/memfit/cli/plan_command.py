@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from memfit.cli.explanation_tables import plan_data, print_explanation, read_plan_file, show_difference
+from memfit.cli.found_extremes import AXES, check_asked, found_data, print_found, search_largest, search_smallest_limit
 from memfit.cli.options import DecisionOptions, MachineOptions, RanksOption, SourceOptions, one_of, shared
 from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import CommandSource
@@ -20,6 +21,7 @@ from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
+    from memfit.api.extremes import Largest
 
 
 @shared
@@ -44,6 +46,20 @@ def plan(
             help="Say what each choice saves and costs, and what other limits and permissions would give. Takes as long as some twenty searches.",
         ),
     ] = False,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="batch|sequence",
+            help="Find the largest batch, or the longest sequence, that fits the limit (and --step-seconds). Takes as long as some twenty searches.",
+            autocompletion=one_of(*AXES),
+        ),
+    ] = None,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="A step may take so long, as predicted. Without --largest and --limit: find the smallest limit for it. Takes as long as some ten searches.",
+        ),
+    ] = None,
     diff: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
@@ -62,7 +78,7 @@ def plan(
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule of a step.")] = False,
 ) -> None:
-    """Chooses the fastest plan that fits the limit.
+    """Chooses the fastest plan that fits the limit, or finds the largest batch or smallest limit.
 
     Shows the reason, the front of plans beside it, the schedule. Its options are the keywords of
     `memfit.fit`: the plan that is shown is the one that it would choose.
@@ -78,6 +94,7 @@ def plan(
         "explains": explain,
         "ranks": ranks,
     }
+    check_asked(largest, step_seconds, options, compares=diff is not None)
     if diff is not None:
         priced: list[Advice] = []
         if source.is_named:
@@ -87,19 +104,27 @@ def plan(
         before, after = map(read_plan_file, diff)
         show_difference(console, diff, before, after, priced, data)
         return
+    found_size: Largest | None = None
     with console.status("planning"):
         found = source.build()
-        advice = _advised(found, {**options, "compares": ranks == 1})
+        if largest is not None:
+            found_size = search_largest(found, source, largest, step_seconds, options)
+            advice = found_size.advice
+        elif step_seconds is not None:
+            advice = search_smallest_limit(found, step_seconds, options)
+        else:
+            advice = _advised(found, {**options, "compares": ranks == 1})
     if json == Path("-"):
         typer.echo(advice.plan.to_json())
     elif json is not None:
         write_plan(json, advice)
     console.print(found.name, markup=False)
+    print_found(console, largest, found_size, advice, step_seconds)
     _show(console, advice)
     if text:
         console.print(advice.schedule.text(), markup=False, soft_wrap=True)
     if data is not None:
-        print_json(data, plan_data(advice))
+        print_json(data, plan_data(advice) | found_data(largest, found_size, advice, step_seconds))
     if json is not None and json != Path("-"):
         console.print(f"the plan is in {json}", markup=False, soft_wrap=True)
 

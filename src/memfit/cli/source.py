@@ -22,13 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSource:
-    """Arguments that a user would hand to `memfit.fit`; `name` for headings."""
+    """Arguments that a user would hand to `memfit.fit`; `name` for headings.
+
+    Attributes:
+        name: of the subject.
+        model: the user's, like `optimizer` and `loss`.
+        optimizer: steps its weights.
+        loss: model and batch -> loss.
+        sample: one batch.
+        sample_of: makes a batch of so many rows and tokens a row, where that is known.
+        longest: tokens of the longest sequence that the model takes; None: it does not say.
+        has_sequences: `sample_of` makes sequences of so many tokens.
+    """
 
     name: str
     model: Any
     optimizer: Any
     loss: Callable[[Any, Any], Any]
     sample: Any
+    sample_of: Callable[[int, int], Any] | None = None
+    longest: int | None = None
+    has_sequences: bool = False
 
 
 def find_source(
@@ -85,6 +99,9 @@ def _from_config(path: Path, batch: int, sequence: int) -> CommandSource:
         optimizer=run.optimizer,
         loss=run.loss,
         sample=run.sample,
+        sample_of=run.sample_of,
+        longest=run.longest,
+        has_sequences=run.has_sequences,
     )
 
 

@@ -18,6 +18,16 @@ OTHERS = "is alive on the device beside the job (other models, data, results of 
 """Names the base of a device's limit."""
 
 
+def limit_to_name(nbytes: int, *, varies: bool) -> int:
+    """Returns the limit that is told to a person who needs so many bytes.
+
+    Args:
+        nbytes: needed as this process is.
+        varies: the limit is for a process, which holds a little more or less each time.
+    """
+    return round_up(nbytes + _BASE_VARIATION_BYTES, MIB) if varies else nbytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """Why a limit is refused, and which one would not be.
@@ -52,7 +62,7 @@ class Refusal:
     def smallest_limit_bytes(self) -> int:
         """The smallest limit that holds from the load on; of a process, in the next one as well."""
         found = max(self.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes, self.load_bytes)
-        return round_up(found + _BASE_VARIATION_BYTES, MIB) if self.varies else found
+        return limit_to_name(found, varies=self.varies)
 
     def error(self, remark: str = "") -> DoesNotFitError:
         """Makes the error to be raised; its message ends with the remark."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,39 @@ from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
 from memfit.recipes.extra import need_transformers
 from memfit.recipes.gpt import build_adamw
-from memfit.recipes.model_tasks import ModelTask, build_of_task, prepare_config, task_of
+from memfit.recipes.model_tasks import (
+    IMAGES,
+    ModelTask,
+    build_of_task,
+    longest_sequence,
+    prepare_config,
+    task_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun:
-    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch."""
+    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch.
+
+    Attributes:
+        model: without bytes of weights.
+        optimizer: AdamW.
+        loss: of the task.
+        sample: one batch.
+        words: for people.
+        sample_of: makes a batch of so many rows and tokens a row.
+        longest: sequences that the configuration takes; None: it does not say, or has none.
+        has_sequences: rows are sequences.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[nn.Module, Any], Tensor]
     sample: Any
     words: str
+    sample_of: Callable[[int, int], Any]
+    longest: int | None
+    has_sequences: bool
 
 
 def task_config(path: str | Path, *, sequence_length: int) -> tuple[ModelTask, Any]:
@@ -87,13 +109,16 @@ def build_configured(path: str | Path, *, batch_size: int, sequence_length: int)
     with torch.device("meta"):
         model = build_of_task(task, config)
     _hollow(model)
-    rows = "images" if task.name == "images" else f"sequences of {sequence_length} tokens"
+    rows = "images" if task is IMAGES else f"sequences of {sequence_length} tokens"
     return ConfiguredRun(
         model=model,
         optimizer=build_adamw(model, learning_rate=1e-4),
         loss=task.loss,
         sample=task.sample(config, batch_size, sequence_length),
         words=f"{type(model).__name__} of {path}, {batch_size} {rows}, AdamW",
+        sample_of=partial(task.sample, config),
+        longest=longest_sequence(task, config),
+        has_sequences=task is not IMAGES,
     )
 
 

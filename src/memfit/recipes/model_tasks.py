@@ -176,9 +176,8 @@ def prepare_config(task: ModelTask, config: Any, file: object, *, sequence_lengt
     config.dtype = torch.float32
     if task is IMAGES:
         return
-    longest = getattr(config, "max_position_embeddings", None)
-    taken = sequence_length if task is CAUSAL else -(-(sequence_length + 1) // 2)
-    if longest is not None and taken > longest:
+    longest = longest_sequence(task, config)
+    if longest is not None and sequence_length > longest:
         raise UsageError(f"sequences of {sequence_length} tokens: {file} takes at most {longest}")
     config.use_cache = False
     if task is SEQ2SEQ:
@@ -186,6 +185,15 @@ def prepare_config(task: ModelTask, config: Any, file: object, *, sequence_lengt
             config.pad_token_id = 0
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
+
+
+def longest_sequence(task: ModelTask, config: Any) -> int | None:
+    """Returns the tokens of the longest sequence that a configuration takes; None: it does not say.
+
+    Of a sequence to sequence one, and the token behind it, each side has a half.
+    """
+    positions = None if task is IMAGES else getattr(config, "max_position_embeddings", None)
+    return positions if positions is None or task is CAUSAL else 2 * positions - 1
 
 
 def builder_of(task: ModelTask, config: Any) -> Callable[[int], nn.Module]:
