@@ -86,12 +86,13 @@ def train(
     resume: Path | None = None,
     steps: int = 6,
     plan: Plan = PLAN,
+    limit: str | None = None,
     **given: Any,
 ) -> Any:
     if ours:
         from memfit.integrations.lightning import MemfitStrategy
 
-        given["strategy"] = MemfitStrategy(plan=plan)
+        given["strategy"] = MemfitStrategy(plan=plan, limit=limit)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} | given
     module = module_of() if module is None else module
     checkpoint = L.pytorch.callbacks.ModelCheckpoint(
@@ -238,3 +239,45 @@ def test_the_methods_that_are_relied_upon_have_their_signatures() -> None:
         "load_model_state_dict": ["checkpoint", "strict"],
         "load_optimizer_state_dict": ["checkpoint"],
     }
+
+
+def test_behind_fit_a_model_under_a_limit_stays_at_home(tmp_path: Path) -> None:
+    """A save, validation, a test of a checkpoint behind `fit` stream; `close` gives the model back."""
+    from memfit.integrations.lightning import MemfitStrategy
+
+    theirs, plain_trainer = train(tmp_path / "plain", ours=False)
+    ours, trainer = train(tmp_path / "ours", ours=True, limit="8GiB")
+    with pytest.raises(AwayError):
+        next(ours.model.parameters()).sum()
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    plain_trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    for checkpoint in (None, "step=2.ckpt"):
+        found, expected = (
+            validated(one, module, checkpoint and tmp_path / name / checkpoint)
+            for one, module, name in ((trainer, ours, "ours"), (plain_trainer, theirs, "plain"))
+        )
+        assert found == expected
+    with pytest.raises(UnsupportedError, match=r"strategy\.close"):
+        validated(trainer, ours, tmp_path / "plain.ckpt")
+    assert isinstance(trainer.strategy, MemfitStrategy)
+    trainer.strategy.close()
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    then = train(tmp_path / "then", ours=True, resume=tmp_path / "last.ckpt", steps=8)
+    check_equal(then, train(tmp_path / "again", ours=False, resume=tmp_path / "plain.ckpt", steps=8))
+
+
+def test_validation_alone_reads_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    module, trainer = train(tmp_path, ours=True)
+    expected = validated(trainer, module, None)
+    last = tmp_path / "step=6.ckpt"
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert validated(trainer, module, last) == expected
+
+
+def validated(trainer: Any, module: Any, checkpoint: Path | None) -> Any:
+    method = trainer.validate
+    reading = {"weights_only": False} if checkpoint and "weights_only" in inspect.signature(method).parameters else {}
+    return method(module, loader(8), ckpt_path=checkpoint, verbose=False, **reading)

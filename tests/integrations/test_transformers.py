@@ -23,6 +23,8 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import memfit
@@ -32,6 +34,7 @@ from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 from memfit.homes.encoded_weights import decode, encode
 from memfit.integrations.transformers import MemfitMixin, MemfitTrainer
+from memfit.tensors.guard import is_away
 
 pytestmark = [
     # What is said of the machine, of times, or by libraries that the test does not ask about.
@@ -106,10 +109,13 @@ def train(
     callbacks: Any = None,
     arguments_of: Any = TrainingArguments,
     allow: Collection[str] = (),
+    frozen: Any = None,
     **given: Any,
 ) -> Any:
     rows = Rows() if data is None else data
-    options = {"memfit": {"plan": plan, "allow": allow}} if issubclass(kind, MemfitMixin) else {}
+    options = (
+        {"memfit": {"plan": plan, "allow": allow, "frozen": frozen or {}}} if issubclass(kind, MemfitMixin) else {}
+    )
     trainer = kind(
         build(), arguments(directory, arguments_of, **given), train_dataset=rows, eval_dataset=Rows(4, is_class=rows.is_class),
         callbacks=callbacks, **options,
@@ -304,6 +310,64 @@ def test_an_adapter_on_a_base_in_four_bits(tmp_path: Path, *, use_dora: bool) ->
     saved = {path.name for path in (tmp_path / "ours" / "checkpoint-4").iterdir()}
     assert {"adapter_model.safetensors", "optimizer.pt"} <= saved
     assert "model.safetensors" not in saved
+
+
+def test_a_model_whose_checkpoints_have_other_names_is_resumed(tmp_path: Path) -> None:
+    """transformers writes a ViT under older names, which `Trainer` (5.23) passes over where it resumes: its own first run is the reference."""
+
+    def vit() -> Any:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "num_labels": 4,
+        }  # fmt: skip
+        return ViTForImageClassification(ViTConfig(**sizes))
+
+    class Images(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            drawn = torch.Generator().manual_seed(index)
+            return {"pixel_values": torch.randn(3, 8, 8, generator=drawn), "labels": index % 4}
+
+    given: dict[str, Any] = {"build": vit, "data": Images(), "eval_strategy": "no"}
+    theirs = train(Trainer, tmp_path / "plain", **given)
+    ours = train(MemfitTrainer, tmp_path / "ours", resume=str(tmp_path / "plain" / "checkpoint-2"), **given)
+    check_equal(ours, theirs)
+
+
+def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None:
+    """Distillation: the teacher is away while the student trains, and is what it was behind `close`."""
+
+    class Distilling(Trainer):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self.teacher = teacher
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            output = model(**inputs)
+            with torch.no_grad():
+                target = self.teacher(**inputs).logits
+            loss = output.loss + torch.nn.functional.mse_loss(output.logits, target)
+            return (loss, output) if return_outputs else loss
+
+    class OursDistilling(MemfitMixin, Distilling):
+        pass
+
+    teacher = llama()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    theirs = train(Distilling, tmp_path / "plain")
+    plan = homes([*LAYERS, *(f"teacher.{name}" for name in LAYERS)])
+    ours = train(OursDistilling, tmp_path / "ours", plan=plan, frozen={"teacher": teacher})
+    assert is_away(teacher.model.layers[0].mlp.up_proj.weight)
+    check_equal(ours, theirs)
+    assert all(p.requires_grad for p in teacher.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {
+        path.name for path in (tmp_path / "plain").iterdir()
+    }
 
 
 def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:

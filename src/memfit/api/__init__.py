@@ -13,6 +13,7 @@ from memfit.job.ema import MemfitEma
 from memfit.job.inference import Inference, infer
 from memfit.job.job import Job
 from memfit.job.lines import Lines
+from memfit.job.loading import load
 from memfit.job.results import EvaluateResult, StepResult
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "empty",
     "fit",
     "infer",
+    "load",
     "profile",
     "verify",
 ]

@@ -9,6 +9,11 @@ where a forward begins and ends (`Lines.forward`), and the model moves home when
 batch reaches the device, before Lightning's closure begins. Checkpoints are directories, as those
 of Lightning's sharded strategies: a save of memfit's, and `lightning.ckpt` with all that is neither
 a weight nor a state of the optimizer.
+
+[Note: behind fit]
+Where a limit was named, the model stays at home when `fit` ends, until `close`:
+`trainer.save_checkpoint`, `validate`, `test` and `predict` stream weights as inside of `fit`, and
+the limit holds for them. A checkpoint of Lightning's own takes weights and states twice.
 """
 
 from __future__ import annotations
@@ -22,14 +27,60 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # pyright: ignore[reportMissingImports]
 
-from memfit.api import Job, Lines, fit
+from memfit.api import Job, Lines, fit, load
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
 
 _REST = "lightning.ckpt"
 
 
-class MemfitStrategy(SingleDeviceStrategy):
+class _AtHome(SingleDeviceStrategy):
+    """Serves a model that may rest at home where nothing trains: streams it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device)
+        self.job: Job | None = None
+        self._module: Any = None
+        self._forward_only = ExitStack()
+
+    def _is_home(self) -> bool:
+        return self.job is not None and self.lightning_module is self._module
+
+    def model_to_device(self) -> None:
+        """Moves nothing of a model that rests at home."""
+        if not self._is_home():
+            super().model_to_device()
+
+    def _stream(self) -> None:
+        if self.job is not None and self._is_home():
+            self._forward_only.enter_context(self.job.inference())
+
+    def on_validation_start(self) -> None:
+        """See `Strategy`: weights are streamed from here on."""
+        self._stream()
+
+    def on_validation_end(self) -> None:
+        """See `Strategy`."""
+        self._forward_only.close()
+
+    def on_test_start(self) -> None:
+        """See `Strategy`: weights are streamed from here on."""
+        self._stream()
+
+    def on_test_end(self) -> None:
+        """See `Strategy`."""
+        self._forward_only.close()
+
+    def on_predict_start(self) -> None:
+        """See `Strategy`: weights are streamed from here on."""
+        self._stream()
+
+    def on_predict_end(self) -> None:
+        """See `Strategy`."""
+        self._forward_only.close()
+
+
+class MemfitStrategy(_AtHome):
     """Strategy of a `Trainer` inside a memory limit.
 
         trainer = L.Trainer(strategy=MemfitStrategy(limit="8GiB"), ...)
@@ -42,28 +93,33 @@ class MemfitStrategy(SingleDeviceStrategy):
             come; by default it is the first.
 
     Attributes:
-        job: from the first training batch to the end of `fit`; None else.
+        job: from the first training batch to the end of `fit`, or, where a limit was named, to
+            `close`; None else.
     """
 
     strategy_name = "memfit"
 
     def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
-        super().__init__(device=torch.device(device))
+        super().__init__(torch.device(device))
         refused = [name for name in options if name in DECIDED_BY_HOSTS]
         if refused:
             raise UsageError(
                 f"MemfitStrategy({refused[0]}=...): the trainer decides that (gradient_clip_val, callbacks, ckpt_path); leave it out"
             )
-        self.job: Job | None = None
         self._options = options
         self._lines: Lines | None = None
         self._training = ExitStack()
-        self._forward_only = ExitStack()
         self._forward = ExitStack()
         self._given: tuple[Any, Any] | None = None
         self._saved: Path | None = None
 
     # --- training --------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """See `Strategy`. A job of an earlier `fit` ends: the next has an optimizer of its own."""
+        if trainer.training:
+            self.close()
+        super().setup(trainer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """See `Strategy`. With the first training batch the model moves home."""
@@ -85,6 +141,7 @@ class MemfitStrategy(SingleDeviceStrategy):
         sample = options.pop("sample", batch)
         with _without_logs(module):
             loss = _loss if module.automatic_optimization else _first_loss
+            self._module = module
             self.job = fit(module, self.optimizers[0], loss, sample, lines=True, **options)
         if self._saved is not None:
             self.job.load(self._saved, restore_random=False)  # the trainer restores its own
@@ -128,50 +185,51 @@ class MemfitStrategy(SingleDeviceStrategy):
         return found
 
     def teardown(self) -> None:
-        """See `Strategy`. Model and optimizer are ordinary and complete again."""
-        self._end()
-        super().teardown()
+        """See `Strategy` and [Note: behind fit]."""
+        self._end_lines()
+        if self.job is not None and self.job.proof().limit_bytes is None:
+            self.close()
+        if self.job is None:
+            super().teardown()
+            return
+        # What `Strategy.teardown` moves to the processor besides rests at home.
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """See `Strategy`."""
-        self._end(exception)
+        self._end_lines(exception)
         super().on_exception(exception)
 
-    def _end(self, error: BaseException | None = None) -> None:
+    def close(self) -> None:
+        """Makes model and optimizer ordinary and complete again, past the limit if need be; see
+        `Job.close`.
+        """
+        self._end_lines()
+        if self.job is not None:
+            self.job.close()
+            self.job = self._module = None
+
+    def _end_lines(self, error: BaseException | None = None) -> None:
         self._forward_only.close()
         self._lines = None
         self._training.__exit__(None if error is None else type(error), error, None)
-        if self.job is not None:
-            self.job.close()
-            self.job = None
-
-    # --- forward only ----------------------------------------------------------------------------
-
-    def _stream(self) -> None:
-        if self.job is not None:
-            self._forward_only.enter_context(self.job.inference())
-
-    def on_validation_start(self) -> None:
-        """See `Strategy`: weights are streamed from here on."""
-        self._stream()
-
-    def on_validation_end(self) -> None:
-        """See `Strategy`."""
-        self._forward_only.close()
 
     # --- checkpoints -----------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns nothing while weights rest at home: `save_checkpoint` writes them."""
-        return {} if self.job is not None else super().lightning_module_state_dict()
+        return {} if self._is_home() else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns nothing while states rest at home: `save_checkpoint` writes them."""
-        return {} if self.job is not None else super().optimizer_state(optimizer)
+        return {} if self._is_home() else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a directory. See [Note: where a batch is first seen]."""
-        if self.job is None:
+        if self.job is None or not self._is_home():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         # Inside of the save: a checkpoint that is there is whole, at every instant.
@@ -193,8 +251,21 @@ class MemfitStrategy(SingleDeviceStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002, Lightning's signature
         """Loads weights, unless they come when the model moves home."""
-        if self._saved is None:
+        module: Any = self.lightning_module
+        if self.job is not None and self._is_home():
+            if self._saved is None:
+                raise UnsupportedError(
+                    "ckpt_path names a file of plain Lightning's, and the model rests at home: call trainer.strategy.close() before, or name a checkpoint that "
+                    "MemfitStrategy wrote"
+                )
+            self.job.load(self._saved, weights_only=True)
+        elif self._saved is None:
             super().load_model_state_dict(checkpoint, strict)
+        elif module.trainer.training:
+            return
+        else:
+            load(self._saved, module)
+        self._saved = None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads states, unless they come when the model moves home."""

@@ -41,7 +41,9 @@ class MemfitMixin:
     Args:
         args, kwargs: of the trainer.
         memfit: keyword arguments of `memfit.fit`, such as `{"limit": "8GiB"}`. `sample` may be the
-            largest batch that will come; by default it is the largest of the first step.
+            largest batch that will come; by default it is the largest of the first step. `frozen`
+            may be models that the trainer's loss calls and nothing trains, by a name:
+            `{"teacher": teacher}`. They rest at home beside the model, inside the same limit.
 
     Attributes:
         job: from the first step on; None before it and after `close`.
@@ -57,6 +59,7 @@ class MemfitMixin:
     def __init__(self, *args: Any, memfit: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.job: Job | None = None
         self._memfit_options = dict(memfit or {})
+        self._memfit_frozen: dict[str, nn.Module] = dict(self._memfit_options.pop("frozen", {}))
         self._memfit_stack: ExitStack | None = None
         self._memfit_weights: Path | None = None
         self._memfit_states: Path | None = None
@@ -107,13 +110,13 @@ class MemfitMixin:
         sample = max(batches, key=_elements) if sample is None else sample
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.model.train()
-        reference = getattr(self, "ref_model", None)
-        whole = self.model
-        if reference is not None:
-            # Nothing trains it; TRL leaves that to its `no_grad`.
-            self._memfit_trainable = [p for p in reference.parameters() if p.requires_grad]
-            reference.requires_grad_(requires_grad=False)
-            whole = WithFrozen(self.model, reference=reference)
+        frozen, whole = self._memfit_others(), self.model
+        if frozen:
+            # Nothing trains them; trainers leave that to their `no_grad`.
+            self._memfit_trainable = [p for other in frozen.values() for p in other.parameters() if p.requires_grad]
+            for other in frozen.values():
+                other.requires_grad_(requires_grad=False)
+            whole = WithFrozen(self.model, **frozen)
         with _generators_kept():
             job = fit(
                 whole,
@@ -131,14 +134,19 @@ class MemfitMixin:
         self._memfit_lines = stack.enter_context(job.lines())
         stack.callback(self._memfit_end_lines)
 
+    def _memfit_others(self) -> dict[str, nn.Module]:
+        """Returns the frozen models that the loss calls, by name."""
+        reference = getattr(self, "ref_model", None)
+        return self._memfit_frozen | ({} if reference is None else {"reference": reference})
+
     def _memfit_end_lines(self) -> None:
         self._memfit_lines = None
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.compute_loss`. With a reference it is one forward of the lines, which calls
-        two models.
+        """See `Trainer.compute_loss`. With frozen models beside it is one forward of the lines,
+        which calls several models.
         """
-        lines = self._memfit_lines if getattr(self, "ref_model", None) is not None else None
+        lines = self._memfit_lines if self._memfit_others() else None
         with nullcontext() if lines is None else lines.forward(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -212,7 +220,9 @@ class MemfitMixin:
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if _has_away(self.model):
+        # The host reads all weights beside the model, and passes over names that it does not find:
+        # of some models its own checkpoints have older ones.
+        if _has_away(self.model) or not (_is_peft(self.model) or self.args.eval_on_start):
             self._memfit_weights = Path(resume_from_checkpoint)  # read when the model moves home
             return
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

@@ -236,7 +236,7 @@ def _read_state(
     return own | placed_numbers(trainer.numbers.get(name, {}), parameter, group)
 
 
-def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool) -> LoadResult:
+def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool, weights_only: bool = False) -> LoadResult:
     """Puts weights of files where a job keeps them, and the states of a save beside them.
 
     See `Job.load`.
@@ -254,7 +254,7 @@ def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool) ->
         matched, unused = match(files, saved_model(job.model), path)
         warn_of_unused(unused)
         states = None
-        if state_file(path) is not None:
+        if state_file(path) is not None and not weights_only:
             states = _OpenStates(path, stack, job, restore_random=restore_random)
         elif is_of_trainer(path / OLD_FILE_NAME):
             warnings.warn(

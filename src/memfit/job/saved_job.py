@@ -117,7 +117,7 @@ class SavedJob(WatchedJob):
             LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
             return saved
 
-    def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
+    def load(self, source: str | Path, *, restore_random: bool = True, weights_only: bool = False) -> LoadResult:
         """Loads weights from files, and the training state too if `save` wrote them.
 
         The training state is the optimizer's states and settings, the loss scale, the number of
@@ -130,6 +130,7 @@ class SavedJob(WatchedJob):
             source: as in `fit(weights=...)`.
             restore_random: restores torch's default generators and the noise of stochastic
                 rounding, if the source is a save.
+            weights_only: loads no training state, also where the source has one.
 
         Returns:
             The steps and the `extra` of the save; without a save the steps so far and None.
@@ -139,8 +140,10 @@ class SavedJob(WatchedJob):
             UsageError: the files do not fit the model or the optimizer, or the job has a `store=`.
             TornStepError: raised by later calls if loading was interrupted midway.
         """
-        found = load_into_job(source, self._check_loadable(), restore_random=restore_random)
-        self.averages.note_source(Path(source).expanduser(), self.steps)
+        assembly = self._check_loadable()
+        found = load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only)
+        if not weights_only:
+            self.averages.note_source(Path(source).expanduser(), self.steps)
         return found
 
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
