@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
-from memfit.core.plan import Order, Plan, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
@@ -104,6 +105,31 @@ def test_every_budget_gets_a_legal_plan_inside_it_and_more_room_is_never_slower(
         assert all(m.peak_bytes <= (budget.tensor_bytes or 0) for m in choice.timeline.moments)
         assert choice.timeline.seconds <= slowest
         slowest = choice.timeline.seconds
+
+
+def test_between_two_uniform_plans_the_best_number_of_calls_is_found() -> None:
+    """Every number of last calls with every faster policy is built here."""
+    layers = 5
+    profile = gpt_profile(layers=layers, width=256, vocabulary=512, tokens=64, batch_rows=2, rows=(2,), factor=16)
+    calls = sorted(decided_calls(profile.traces[2]))
+    every: list[tuple[int, int, float]] = []  # peaks of the leaner plan and of the mixed one, seconds
+    for lean, fast in itertools.permutations((Saved.KEEP, Saved.SELECT, Saved.RECOMPUTE), 2):
+        found: list[Timeline] = []
+        for count in range(layers + 1):
+            policies = [CallPlan() for _ in profile.traces[2].calls]
+            for place, index in enumerate(calls):
+                policies[index] = CallPlan(saved=fast if place >= layers - count else lean)
+            found.append(predicted(Plan(calls=tuple(policies)), profile))
+        every += [(found[0].peak_bytes, one.peak_bytes, one.seconds) for one in found]
+    slowest, between = math.inf, 0
+    for peak in sorted({max(lean, peak) for lean, peak, _ in every}):
+        choice = choose_plan(profile, limit(peak), machine(), tiers=(), staging_bytes=0)
+        assert choice.timeline.peak_bytes <= peak
+        assert choice.timeline.seconds <= min(s for a, b, s in every if max(a, b) <= peak) * (1 + 1e-9)
+        assert choice.timeline.seconds <= slowest
+        slowest = choice.timeline.seconds
+        between += len({choice.plan.calls[index].saved for index in calls}) > 1 if choice.plan.calls else 0
+    assert between >= layers - 1
 
 
 def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:

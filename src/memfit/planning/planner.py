@@ -11,7 +11,8 @@ leave are a lower bound of a candidate's bytes: one that is over the budget by t
 built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a plan that regroups
 sums must be predicted to be a tenth faster than one that does not. Unless nothing fits: then the
 smallest limit is looked for, in the order of a closer bound of the peak (`planning.bounds`), until
-none that is left can be below the smallest found.
+none that is left can be below the smallest found. Where no mixtures are looked for, plans between
+two uniform ones are (`planning.between`).
 
 [Note: a further permission is never slower]
 Which mixed plans are looked for follows from the uniform ones that are known. Were those of a
@@ -40,6 +41,7 @@ from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
+from memfit.planning.between import may_be_between, search_between
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
@@ -169,7 +171,10 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
             (b.weighed_s for b in [*built, *(b for s in searches for b in s.built)] if b.fits), default=math.inf
         )
         search.run(best_s=found_s)
-    built = [b for search in searches for b in search.built] + built
+    uniform = [b for search in searches for b in search.built]
+    if not mixes(question) and may_be_between(question):
+        built += search_between(priced, uniform, question, indices)
+    built = uniform + built
     waiting = [p for search in searches for p in search.waiting]
     crowded = [p for search in searches for p in search.crowded]
     fitting = [b for b in built if b.fits]
