@@ -17,7 +17,7 @@ from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit import arena, communicator, losses, parameter_server, sinks
-    from memfit.api import Job, MemfitEma, ResumableLoader, StepResult, empty, fit, infer, profile, verify
+    from memfit.api import Job, MemfitEma, Parts, ResumableLoader, StepResult, empty, fit, infer, profile, verify
     from memfit.core.errors import (
         AwayError,
         DoesNotFitError,
@@ -54,6 +54,7 @@ _ORIGINS = {
     "Plan": "memfit.core.plan",
     "PlanError": "memfit.core.errors",
     "PlatformError": "memfit.core.errors",
+    "Parts": "memfit.api",
     "ResumableLoader": "memfit.api",
     "StepResult": "memfit.api",
     "StoreError": "memfit.core.errors",
@@ -81,6 +82,7 @@ __all__ = [
     "MemfitEma",
     "MemfitError",
     "MemfitWarning",
+    "Parts",
     "PeerError",
     "Plan",
     "PlanError",

@@ -9,6 +9,7 @@ from memfit.api.empty_model import empty
 from memfit.api.equivalence import Equivalence, verify
 from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
+from memfit.batches.parts import Parts
 from memfit.job.ema import MemfitEma
 from memfit.job.inference import Inference, infer
 from memfit.job.job import Job
@@ -23,6 +24,7 @@ __all__ = [
     "Job",
     "Lines",
     "MemfitEma",
+    "Parts",
     "ResumableLoader",
     "StepResult",
     "empty",

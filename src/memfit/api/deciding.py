@@ -17,8 +17,10 @@ import torch
 from memfit.api.choosing import Choice, Wanted, choose, choose_in_room, commits_a_step, keeps_batch_whole
 from memfit.api.fitting_checks import check_fits, cut_for
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
+from memfit.api.parts_plan import plan_of_parts, told_of_road
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
+from memfit.batches.parts import ByParts, Parts
 from memfit.batches.splitting import signature_of
 from memfit.checkpoints.checkpointer import stored_reason
 from memfit.core.errors import DoesNotFitError, UnsupportedError
@@ -110,6 +112,8 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
     """Begins the steps under the fastest plan that fits; its reason ends with the remark."""
     if setup.has_lines:
         return _begin_lines(setup, sample, remark)
+    if isinstance(sample, Parts):
+        return _begin_parts(setup.cut_by(ByParts()), sample, remark)
     ways = setup.problem.ways(sample, setup.split)
     if setup.resumed_plan is None:
         check_effect(setup.problem, setup.allow, setup.device)
@@ -168,6 +172,15 @@ def _begin_lines(setup: Setup, sample: Any, remark: Callable[[Plan], str]) -> St
     return _begin_checked(planned, sample, found)
 
 
+def _begin_parts(own: Setup, sample: Parts, remark: Callable[[Plan], str]) -> StepRunner:
+    if own.resumed_plan is None:
+        check_effect(own.problem, own.allow, own.device)
+    plan, told, why, found = plan_of_parts(own, sample, partial(_choose, may_split=True))
+    reason = told + told_of_road(plan, found) + remark(plan)
+    planned = make_planned(own, sample, plan, reason, found, own.budget(sample, found, plan), why=why)
+    return _begin_checked(planned, sample, found)
+
+
 def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _RunnerT]) -> _RunnerT:
     """Begins the steps under a plan that is decided, with the first way to cut batches by which its
     microbatches can be made.
@@ -175,7 +188,7 @@ def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _Ru
     Raises:
         UnsupportedError, UncuttableError: there is none; what the likeliest one met.
     """
-    ways = setup.problem.ways(sample, setup.split)
+    ways = [ByParts()] if isinstance(sample, Parts) else setup.problem.ways(sample, setup.split)
     if plan.microbatches == 1:
         return begin(setup.cut_by(ways[0]))
     refusal: UncuttableError | UnsupportedError | None = None
@@ -199,7 +212,7 @@ def _begin_checked(planned: Planned, sample: Any, found: Profile) -> StepRunner:
             check_dtype(runner.assembly, sample)
         if found.counts_losses:
             check_counted(runner.assembly, sample)
-        if planned.plan.microbatches > 1 and NONADDITIVE not in setup.allow:
+        if planned.plan.microbatches > 1 and not found.own_parts and NONADDITIVE not in setup.allow:
             if found.source == "fake":
                 setup.problem.check_rows(sample)
             check_split(runner.assembly, sample)
@@ -428,7 +441,7 @@ def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
         may_split=may_split,
         clips_norm=setup.clips_norm,
         load_bytes=0 if is_running else setup.most_load_bytes,
-        checks_split=not is_running and not setup.has_lines,
+        checks_split=not is_running and not setup.has_lines and not isinstance(setup.problem.cut, ByParts),
         has_lines=setup.has_lines,
         like=running or setup.resumed_plan,
         scheme=None if run is None else run.scheme,

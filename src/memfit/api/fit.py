@@ -19,6 +19,7 @@ from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_
 from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked
 from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
+from memfit.api.parts_plan import check_parts
 from memfit.checkpoints.checkpointer import check_run
 from memfit.checkpoints.rank_stores import RankRunStore
 from memfit.checkpoints.run_store import RunStore
@@ -112,7 +113,7 @@ def fit(
             transformers' vision-language models, whose images' patches lie in one tensor, is cut by
             the rows that the patches belong to. Any other batch is trained whole. Whether a cut
             means the same is tried out on the sample (and on the first batch, if the sample's rows
-            are alike).
+            are alike). Batches that come cut already are given as `memfit.Parts`.
 
         -- what to fit into --
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB"
@@ -358,6 +359,7 @@ def _load(
 def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) -> Job:
     """Begins the job: under the given plan, the run's own, or the fastest that fits."""
     resumed, told = setup.resumed_plan, ""
+    check_parts(setup, sample)
     if setup.ranks is not None:
         # A run of another number of ranks goes on with what its plan says of each block.
         own = None if resumed is None else replace(resumed, ranks=setup.ranks.size)

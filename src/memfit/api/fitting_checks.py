@@ -39,7 +39,7 @@ def check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: Bu
     ready = prepared_for(found, cut, clips_norm=setup.clips_norm, has_lines=setup.has_lines, device=device)
     peak = ready.peak_bytes
     report = peak_report(lower(ready.step.schedule, cut, found, device=device, is_itemized=True), rows=6)
-    if cut.microbatches > 1 and NONADDITIVE not in setup.allow:
+    if cut.microbatches > 1 and not found.own_parts and NONADDITIVE not in setup.allow:
         rows = min(checked_rows(setup.problem.cut), found.batch_rows)
         traced = found
         if max(found.traces) < rows:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from memfit.batches.cutting import ByRows, Cut
+from memfit.batches.parts import ByParts, Parts
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.dense import check_dense
 from memfit.tensors.trees import tensors_in
@@ -50,8 +51,12 @@ def signature_of(batch: Any, cut: Cut, microbatches: int) -> Signature:
             signature.
 
     Raises:
-        UsageError: it is empty. UnsupportedError: it holds sparse or nested tensors.
+        UsageError: it is empty, or comes cut. UnsupportedError: it holds sparse or nested tensors.
     """
+    if isinstance(batch, Parts) and not isinstance(cut, ByParts):
+        raise UsageError(
+            "memfit.Parts came, and the job was planned for whole batches: give memfit.fit such a sample, without lines=True"
+        )
     for tensor in tensors_in(batch):
         check_dense(tensor, "the batch holds")
     rows, parts = cut.rows(batch), [batch]

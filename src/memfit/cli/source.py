@@ -106,7 +106,7 @@ def _from_config(path: Path, batch: int, sequence: int) -> CommandSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class SourceParts:
     """The result of a user's function; `batches`: where it gave some."""
 
     model: Any
@@ -153,7 +153,7 @@ def find_function(text: str) -> Callable[[], Any]:
     return function
 
 
-def read_parts(text: str, given: Any) -> Parts:
+def read_parts(text: str, given: Any) -> SourceParts:
     """The parts that a user's function returned.
 
     Args:
@@ -179,7 +179,7 @@ def read_parts(text: str, given: Any) -> Parts:
             batches.load_state_dict(position)  # the sample is the first step's batch too
         if sample is None:
             raise UsageError(f"the {type(batches).__name__} of {text} gives no batches")
-    return Parts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)
+    return SourceParts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)
 
 
 def _is_list_of_batches(given: Any) -> bool:

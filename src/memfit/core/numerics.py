@@ -10,7 +10,8 @@ that is cut into microbatches is not that, even where each sum is the one of an 
 over the same microbatches: a user who wrote no such loop did not ask for its rounding. So several
 microbatches are *reordered*, and what is said of them is which reference they do equal. Whoever
 wants accumulation says so by a plan (`fit(plan=Plan(microbatches=4))`), and reads in `job.numerics`
-that it is bitwise that loop, or which weights are off from it.
+that it is bitwise that loop, or which weights are off from it. Whoever gives `memfit.Parts` has
+written that loop: then exact means its bits, and as many microbatches regroup nothing.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def _always(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
 
 
 def _cut(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
-    del profile, allow
-    return str(plan.microbatches) if plan.microbatches > 1 else None
+    del allow
+    return str(plan.microbatches) if plan.microbatches > 1 and not profile.own_parts else None
 
 
 def _over_ranks(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
@@ -170,7 +171,8 @@ def _late_counts(plan: Plan, profile: Profile, allow: Collection[str]) -> str | 
 def _draws(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     del allow
     draws = any(trace.uses_random for trace in profile.traces.values())
-    return "" if plan.microbatches > 1 and draws else None
+    are_own = profile.own_parts and plan.order is Order.MICROBATCH_MAJOR
+    return "" if plan.microbatches > 1 and draws and not are_own else None
 
 
 def _nonadditive(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:

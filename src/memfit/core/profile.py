@@ -341,6 +341,7 @@ class Profile:
             the device.
         buffer_bytes: buffers of the model (always resident).
         is_accumulated: the batch is two micro-batches of the user's own loop, one after the other.
+        own_parts: parts in which the batch comes, with sums of the user's own; 0: it comes whole.
         rows_are_alike: it is cut between rows of equal shapes, so that a microbatch of a row less
             takes less.
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
@@ -367,6 +368,7 @@ class Profile:
     agrees_on_host: bool = False
     buffer_bytes: int = 0
     is_accumulated: bool = False
+    own_parts: int = 0
     rows_are_alike: bool = False
     source: str = "fake"
     source_reason: str = ""
@@ -484,7 +486,13 @@ class Profile:
         swaps = any(
             call.is_substituted or call.changes_itself for trace in self.traces.values() for call in trace.calls
         )
-        return bool(self.is_accumulated or self.carried or self.written_weights or self.read_gradients or swaps)
+        changes = self.carried or self.written_weights or self.read_gradients or swaps
+        return bool(self.is_accumulated or changes or (self.own_parts and self.turns_show))
+
+    @property
+    def turns_show(self) -> bool:
+        """True if parts that take turns give other numbers than one after the other."""
+        return bool(self.shared_weights) or not self.may_split or any(t.uses_random for t in self.traces.values())
 
     @property
     def weight_bytes(self) -> int:

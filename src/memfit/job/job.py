@@ -58,7 +58,7 @@ class Job(SavedJob):
         Args:
             batch: a batch like the sample. A new shape is planned for when it first appears, which
                 takes some tenths of a second. A batch with fewer rows than the plan has
-                microbatches is cut into single rows.
+                microbatches is cut into single rows. `memfit.Parts`, where the sample was.
 
         Returns:
             The loss, and what was measured in the step.

@@ -87,7 +87,9 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     """Raises `UnsupportedError` where the plan would train another model than the profile is of, or
     `PlanError` where it sends away what must stay.
     """
-    if plan.microbatches > 1 or plan.ranks > 1:
+    # Parts of the user's own, one after the other, are what the user's loop computes on.
+    are_own = profile.own_parts and plan.order is Order.MICROBATCH_MAJOR
+    if (plan.microbatches > 1 and not are_own) or plan.ranks > 1:
         _check_splits(profile)
     if plan.microbatches > 1:
         _check_order(plan, profile)

@@ -19,6 +19,7 @@ from memfit import devices
 from memfit.allocator import install
 from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, smaller_part, ways_of
+from memfit.batches.parts import ByParts
 from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
@@ -47,7 +48,6 @@ from memfit.tensors.trees import tensors_in
 
 _HOST = torch.device("cpu")
 _PLAN_LIMIT_BYTES = 64 * MIB
-
 # The user's model is of the user's class, which their function may name.
 Loss = Callable[[Any, Any], Any]
 
@@ -82,10 +82,11 @@ class Problem:
     """
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """Returns the numbers of microbatches that plans are looked for with: 1, 2, 4, and so on up
-        to the rows of the batch (`MOST_MICROBATCHES` at most); only 1 where sums may not be
-        regrouped.
+        """Numbers of microbatches that plans are looked for with: as many as the batch comes in, or
+        1, 2, 4, ... `MOST_MICROBATCHES` and its rows at most; 1 where sums may not be regrouped.
         """
+        if isinstance(self.cut, ByParts):
+            return (self.cut.rows(batch),)
         rows, counts = 1 if self.numerics == "exact" else self.cut.rows(batch), [1]
         while 2 * counts[-1] <= min(rows, MOST_MICROBATCHES):
             counts.append(2 * counts[-1])
@@ -260,7 +261,8 @@ class Problem:
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
         known: dict[str, Any] = {"updates": updates, "state_home_bytes": at_home, "rows_are_alike": self.cut.is_even}
         known["updates_together"] = ("accelerator" if self._has_host else "cpu") in self.driver.together
-        found = replace(found, **known, counts_losses=counts_losses)
+        parts = found.batch_rows if isinstance(self.cut, ByParts) else 0
+        found = replace(found, **known, counts_losses=counts_losses, own_parts=parts)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from memfit.allocator.kernel import is_refusal, refusal_words
+from memfit.batches.parts import ByParts, Parts
 from memfit.batches.splitting import fractions, weights_of
-from memfit.core.errors import LimitBreachError, MemfitError, PeerError, StoreError, UnsupportedError
+from memfit.core.errors import LimitBreachError, MemfitError, PeerError, StoreError, UnsupportedError, UsageError
+from memfit.core.plan import Order
 from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
@@ -25,7 +27,7 @@ from memfit.job.journaling import StepJournal
 from memfit.job.results import StepResult
 from memfit.job.setup import Prepared
 from memfit.job.together import add_up
-from memfit.tensors.random_streams import draw_streams
+from memfit.tensors.random_streams import RandomStream, draw_streams
 from memfit.tensors.trees import tensors_in
 
 
@@ -61,7 +63,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         work = StepInput(
             run=lambda m: loss(model, parts[m]),
             shares=factors,
-            streams=draw_streams(prepared.microbatches),
+            streams=_streams(prepared),
             max_norm=assembly.setup.max_grad_norm,
             scale=None if scaler is None else scaler.scale,
             begin_updates=None if scaler is None else driver.begin_step,
@@ -160,11 +162,13 @@ class CutBatch:
         prepared: for its shapes.
         parts: the microbatches.
         weights: what the loss of each counts for; None for a single one of a process alone.
+        are_factors: the weights are the user's own factors, and are not divided by their sum.
     """
 
     prepared: Prepared
     parts: list[Any]
     weights: list[float] | None
+    are_factors: bool = False
 
     @property
     def total(self) -> float:
@@ -177,15 +181,34 @@ class CutBatch:
         Args:
             total: what the losses of all ranks count for.
         """
-        return None if self.weights is None else fractions(self.weights, total)
+        return self.weights if self.weights is None or self.are_factors else fractions(self.weights, total)
 
 
 def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> CutBatch:
-    """Cuts a batch into microbatches."""
+    """Cuts a batch into microbatches.
+
+    Raises:
+        UsageError: `Parts` have shares, and their losses bring counts.
+    """
     way, setup = assembly.setup.problem.cut, assembly.setup
     parts = way.parts(batch, prepared.microbatches)
+    if isinstance(way, ByParts):
+        if isinstance(batch, Parts) and batch.shares is not None and prepared.profile.counts_losses:
+            raise UsageError(
+                "memfit.Parts(shares=...) of a loss that returns (sum, count): its counts say what each part's loss counts for; leave shares out"
+            )
+        return CutBatch(prepared, parts, way.weights(batch, parts), are_factors=True)
     is_whole = len(parts) == 1 and setup.ranks is None
     return CutBatch(prepared, parts, None if is_whole else weights_of(batch, parts, way, setup.weight))
+
+
+def _streams(prepared: Prepared) -> list[RandomStream | None]:
+    """Returns the random numbers of each microbatch. Parts of the user's own that run one after the
+    other draw from the default generators, as in a loop.
+    """
+    if prepared.profile.own_parts and prepared.plan.order is Order.MICROBATCH_MAJOR:
+        return [None] * prepared.microbatches
+    return draw_streams(prepared.microbatches)
 
 
 def _note_clip(assembly: Assembly, outcome: Outcome) -> None:

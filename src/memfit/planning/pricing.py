@@ -222,17 +222,24 @@ def price_all(question: PlanQuestion) -> list[PricedCandidate]:
     """
     priced: list[PricedCandidate] = []
     profile = question.profile
-    may_split = question.may_split and question.numerics != "exact"
-    count = 1
-    while count <= (max(1, profile.batch_rows) if may_split else 1):
+    for count in _counts(question):
         if -(-profile.batch_rows // count) in profile.traces:
             for candidate in _list_all(question, count):
                 whole = replace(candidate, plan=replace(candidate.plan, **question.decided))
                 priced.append(price(len(priced), whole, question))
-        count *= 2
     if not priced:
         raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
     return priced
+
+
+def _counts(question: PlanQuestion) -> list[int]:
+    """Numbers of microbatches: 1, 2, 4, ... up to the rows, or as many as the batch comes in."""
+    profile = question.profile
+    if profile.own_parts:
+        return [profile.own_parts]
+    may_split = question.may_split and question.numerics != "exact"
+    most = max(1, profile.batch_rows) if may_split else 1
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _list_all(question: PlanQuestion, count: int) -> list[Candidate]:
