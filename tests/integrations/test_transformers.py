@@ -368,6 +368,8 @@ def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {
         path.name for path in (tmp_path / "plain").iterdir()
     }
+    resume = str(tmp_path / "plain" / "checkpoint-2")
+    check_equal(train(OursDistilling, tmp_path / "then", plan=plan, frozen={"teacher": teacher}, resume=resume), theirs)
 
 
 def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:

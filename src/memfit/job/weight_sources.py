@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import nn
 
 from memfit.deferred import WeightFiles, find_origins
+from memfit.tensors.with_frozen import saved_model
 
 
 class WeightSource(Protocol):
@@ -82,7 +83,8 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
     origins = find_origins(model)
     if weights is None:
         return list(origins)
-    files = stack.enter_context(WeightFiles(weights, model, origins))
+    # Files are of the model alone: frozen ones beside it are as they are.
+    files = stack.enter_context(WeightFiles(weights, saved_model(model), origins))
     warn_of_unused(files.unused)
     return [files]
 
