@@ -164,8 +164,19 @@ def test_plans_of_files_are_compared_with_and_without_a_model(tmp_path: Path) ->
 
 # ---- one road ----
 
-# Keywords of `fit` that change how it runs, and not which plan it takes.
-_OF_THE_RUN = {"adapt", "enforce", "tiers", "keep_gradients", "weight", "weights", "store", "resume", "on_breach"}
+# Keywords of `fit` that change how it runs, and not which plan it takes; `compile` measures what runs here.
+_OF_THE_RUN = {
+    "adapt",
+    "compile",
+    "enforce",
+    "tiers",
+    "keep_gradients",
+    "weight",
+    "weights",
+    "store",
+    "resume",
+    "on_breach",
+}
 _OPTIONS = {"blocks": "block", "max_grad_norm": "clip"}
 
 

@@ -369,7 +369,7 @@ def make_planned(
     return Planned(
         setup=own,
         plan=plan,
-        reason=" ".join(filter(None, [reason, found.remark])),
+        reason=" ".join(filter(None, [reason, found.remark, setup.compiled_words])),
         numerics=declare(plan, found, allow=setup.allow, why=why),
         adds_apart=adds_apart,
         prepared=ready,

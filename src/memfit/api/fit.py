@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,26 +33,25 @@ from memfit.core.numerics import Wish
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
-from memfit.deferred.aside import WeightsAside
 from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
+from memfit.job.compiled_blocks import check_compile, compile_blocks
 from memfit.job.few_bits import encodes_states
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_kind, check_limit
+from memfit.job.loaded_weights import load_weights
 from memfit.job.loading import load_states
-from memfit.job.machine import Machine, device_of, guard, open_machine
-from memfit.job.probing import disk_directory, probe
+from memfit.job.machine import device_of, guard, open_machine
+from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, check_arguments, driver_of
 from memfit.job.setup import Setup
 from memfit.job.user_hooks import tell_hooks
-from memfit.job.weight_sources import WeightSources, open_sources
 from memfit.profiling.blocks import find_blocks
 from memfit.store import Durability
 from memfit.store.directory import is_there
 from memfit.store.manifest import MANIFEST_NAME
-from memfit.tensors.guard import is_away
 
 
 def fit(
@@ -73,6 +72,7 @@ def fit(
     allow: Collection[str] = frozenset(),
     plan: Plan | str | Path | None = None,
     blocks: Sequence[str | nn.Module] | None = None,
+    compile: Literal["blocks"] | None = None,  # noqa: A002, the word of the field
     # where homes are
     directory: str | Path | None = None,
     tiers: Mapping[str, FurtherTier] = MappingProxyType({}),
@@ -167,6 +167,10 @@ def fit(
             name of a technique of the field, such as "zero-offload" or "checkpoint-every-block"
             (`memfit plan` lists them): then the fastest of its plans that fits.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
+        compile: "blocks" compiles repeated blocks with torch.compile while the job lives, of each
+            class those where one that is measured here gains seconds and takes no more memory;
+            `job.reason` has both, and how many steps earn the compiling back. They round otherwise
+            than plain PyTorch's (`job.numerics`). A limit of the process counts the compiler too.
 
         -- where homes are --
         directory: where homes on disk are made; by default a temporary directory that is deleted at
@@ -290,12 +294,18 @@ def fit(
             if run is not None and run.is_resumed:
                 check_run(run, model, optimizer)
                 weights = None  # they are the run's
-            loaded = _load(model, weights, home, machine, stack)
+            loaded = load_weights(model, weights, home, machine, stack)
             probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+            problem = Problem(
+                model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
+            )
+            load_bytes = loaded.load_bytes
+            if compile is not None:
+                check_compile(compile, numerics, lines=lines, is_alone=ranks is None)
+                compiled = compile_blocks(problem, sample, machine)
+                problem, load_bytes = replace(problem, compiled=compiled), max(load_bytes, compiled.peak_bytes)
             setup = Setup(
-                problem=Problem(
-                    model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
-                ),
+                problem=problem,
                 optimizer=optimizer,
                 machine=machine,
                 sources=loaded.sources,
@@ -310,7 +320,7 @@ def fit(
                 enforces=bool(enforce),
                 replans=on_breach == "replan",
                 hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
-                load_bytes=loaded.load_bytes,
+                load_bytes=load_bytes,
                 lines_sample=sample if lines else None,
                 ranks=ranks,
                 classic=given.classic,
@@ -320,40 +330,6 @@ def fit(
             giving_up.pop_all()  # the directory is the job's now
         tell_hooks(model)
         return job
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """Where the values of weights are while plans are made.
-
-    Attributes:
-        sources: they come from.
-        aside: weights that were put aside, because there was no room for them and for planning.
-        load_bytes: held while weights move home.
-    """
-
-    sources: WeightSources
-    aside: WeightsAside | None
-    load_bytes: int
-
-
-def _load(
-    model: nn.Module,
-    weights: str | Path | None,
-    home: str | Path | None,
-    machine: Machine,
-    stack: ExitStack,
-) -> _Loaded:
-    sources = open_sources(model, weights, stack)
-    here = [p for p in model.parameters() if not is_away(p)]
-    lacks_room = machine.counts_process and machine.lacks_room
-    load_bytes = machine.load_bytes(model, leaves=lacks_room)
-    aside: WeightsAside | None = None
-    if lacks_room:
-        aside = stack.enter_context(WeightsAside(here, disk_directory(home)))
-        machine.forget_peak()
-        sources.insert(0, aside)  # what was put aside comes back before files overwrite it
-    return _Loaded(sources=WeightSources(sources), aside=aside, load_bytes=load_bytes)
 
 
 def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) -> Job:

@@ -69,6 +69,7 @@ class Technique:
         used: gives for a plan the word that fills `{0}`, which may be empty; None if the plan does
             not use the technique.
         allowance: name that `fit(allow=...)` must contain; empty if none is needed.
+        is_asked_for: the user asked for it by another keyword, whatever plan is chosen.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Technique:
     says: str
     used: Callable[[Plan, Profile, Collection[str]], str | None]
     allowance: str = ""
+    is_asked_for: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,11 @@ def _updated_elsewhere(plan: Plan, profile: Profile, allow: Collection[str]) -> 
     return "" if is_other and not profile.agrees_on_host else None
 
 
+def _compiled(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
+    del plan, allow
+    return str(len(profile.compiled)) if profile.compiled else None
+
+
 def _fp16(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     del profile, allow
     return "" if plan.compute_dtype is ComputeDtype.FLOAT16 else None
@@ -313,6 +320,14 @@ TECHNIQUES = (
         used=_updated_elsewhere,
     ),
     Technique(
+        name="compiled blocks",
+        exactness=_REORDERED,
+        says="{0} blocks run as torch.compile compiles them, which fuses point-wise operations and rounds otherwise inside of them: the bits of plain PyTorch "
+        "with the same layers compiled by `layer.compile()`",
+        used=_compiled,
+        is_asked_for=True,
+    ),
+    Technique(
         name="leaves of microbatches",
         exactness=_REORDERED,
         says="gradients of weights with masters that several calls use ({0}) add call by call in fp32",
@@ -409,10 +424,12 @@ def declare(plan: Plan, profile: Profile, *, allow: Collection[str] = (), why: s
 
 def regroups_sums(plan: Plan, profile: Profile) -> bool:
     """Tells whether the plan sums in another order than plain PyTorch does on the whole batch.
-    Number formats that are allowed do not count.
+    Number formats that are allowed do not count, nor what was asked for whatever the plan.
     """
     return any(
-        technique.exactness is Exactness.REORDERED and technique.used(plan, profile, ()) is not None
+        technique.exactness is Exactness.REORDERED
+        and not technique.is_asked_for
+        and technique.used(plan, profile, ()) is not None
         for technique in TECHNIQUES
     )
 
@@ -459,6 +476,7 @@ def table() -> str:
         says = (
             technique.says.replace("{0} microbatches", "k microbatches")
             .replace("{0} ranks", "n ranks")
+            .replace("{0} blocks", "n blocks")
             .replace("chunks of {0}", "chunks of n")
         )
         says = says.replace("gradients of {0} add", "gradients of such weights add").replace(" ({0})", "")

@@ -36,9 +36,7 @@ _BLOCKS_SHOWN = 30
 @dataclass(frozen=True, kw_only=True)
 class TensorProfile:
     """A parameter: its dotted name (the first one if tied), shape, dtype as torch prints it without
-    the prefix, and bytes.
-
-    `master_nbytes`: bytes of the master beside it; 0 if the weight is its own master.
+    the prefix, bytes, and bytes of the master beside it (0: the weight is its own).
     """
 
     name: str
@@ -344,6 +342,7 @@ class Profile:
         own_parts: parts in which the batch comes, with sums of the user's own; 0: it comes whole.
         rows_are_alike: it is cut between rows of equal shapes, so that a microbatch of a row less
             takes less.
+        compiled: names of the sites whose calls torch.compile compiles (`core.compiled_calls`).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
     """
@@ -370,6 +369,7 @@ class Profile:
     is_accumulated: bool = False
     own_parts: int = 0
     rows_are_alike: bool = False
+    compiled: tuple[str, ...] = ()
     source: str = "fake"
     source_reason: str = ""
 

@@ -8,7 +8,7 @@ that neither keeps the other alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,11 +24,13 @@ class Site:
         name: dotted name.
         module: the user's.
         blocks: indices of the blocks whose weights it reads.
+        compiled: call that takes the place of the module's own; None: the module's.
     """
 
     name: str
     module: torch.nn.Module
     blocks: tuple[int, ...]
+    compiled: Callable[..., Any] | None = None
 
 
 class CallObserver(Protocol):
@@ -74,7 +76,8 @@ class SiteHooks:
 
     [Note: compiled calls] `module.compile()` compiles hooks into the call: ours would break its
     graph, and run while it is traced. Such a module's compiled call is wrapped instead, so that
-    what is compiled is what would be without us.
+    what is compiled is what would be without us. A site's own compiled call is put there likewise,
+    and the module is plain again when the hooks are removed.
     """
 
     def __init__(self, sites: Sequence[Site], observer: CallObserver) -> None:
@@ -82,9 +85,10 @@ class SiteHooks:
         self._handles: list[RemovableHandle] = []
         self._compiled: list[tuple[torch.nn.Module, Any]] = []
         for index, site in enumerate(sites):
-            compiled = getattr(site.module, "_compiled_call_impl", None)
+            before = getattr(site.module, "_compiled_call_impl", None)
+            compiled = site.compiled or before
             if compiled is not None and not hasattr(site.module, "_orig_mod"):
-                self._compiled.append((site.module, compiled))
+                self._compiled.append((site.module, before))
                 site.module._compiled_call_impl = _CompiledCall(compiled, reference, index, site.module)
                 continue
             # Prepended, so that the user's own pre-hooks run inside the call and are run again when
@@ -101,8 +105,8 @@ class SiteHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module, compiled in self._compiled:
-            module._compiled_call_impl = compiled
+        for module, before in self._compiled:
+            module._compiled_call_impl = before
         self._compiled.clear()
 
 

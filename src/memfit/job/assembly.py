@@ -137,6 +137,7 @@ class Assembly(Contents):
         """Starts the threads and hooks of the steps, and arms the limit."""
         setup, machine = self.setup, self.machine
         problem = setup.problem
+        compiled = {} if problem.compiled is None else problem.compiled.calls
         # Closed in reverse: hooks, the updates' thread, the pinned memory that it copies through.
         self._running.enter_context(casting_inputs(problem.casts, cast_dtype(self.plan.compute_dtype)))
         noise = self.noise if self.plan.drops_masters else None
@@ -152,7 +153,10 @@ class Assembly(Contents):
         self.frames = CallFrames(self.plan, self.blocks, self.house.pools(), device=machine.device)
         self.engine = Engine(
             model=self.model,
-            sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
+            sites=[
+                Site(name=s.name, module=s.module, blocks=s.blocks, compiled=compiled.get(s.name))
+                for s in problem.block_map.sites
+            ],
             blocks=self.blocks,
             frames=self.frames,
             gradients=self.house.gradients,

@@ -37,6 +37,7 @@ from memfit.engine.seeding import check_result
 from memfit.homes.optimizer_states import StoredStates, embedding_names, stored_states
 from memfit.huggingface.noop_cache import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.huggingface.vision import vision_way
+from memfit.job.compiled_blocks import CompiledBlocks, with_compiled
 from memfit.job.few_bits import check_frozen, with_frozen
 from memfit.job.machine import device_of
 from memfit.job.setting import training_setting
@@ -65,6 +66,7 @@ class Problem:
         numerics: see `core.numerics.Wish`.
         workspaces: memory that operations take inside, from a table or measured.
         cut: the way in which batches are cut.
+        compiled: blocks that torch.compile compiles; None: nobody asked.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class Problem:
     numerics: Wish = "auto"
     workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
+    compiled: CompiledBlocks | None = None
     is_for_accelerator: bool | None = None
     """Plans are for a described machine whose device is an accelerator, or is not; None: for the
     machine that the model lies on.
@@ -263,6 +266,7 @@ class Problem:
         known["updates_together"] = ("accelerator" if self._has_host else "cpu") in self.driver.together
         parts = found.batch_rows if isinstance(self.cut, ByParts) else 0
         found = replace(found, **known, counts_losses=counts_losses, own_parts=parts)
+        found = with_compiled(found, self.block_map, self.compiled)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)
@@ -337,9 +341,7 @@ def _sum_of(block: BlockProfile, sizes: Mapping[str, StoredStates], figure: Call
 
 
 def _watch() -> Watch | None:
-    """Memfit's allocator, as what operations take is measured with; None on a machine without a
-    compiler.
-    """
+    """Memfit's allocator, as what operations take is measured with; None without a compiler."""
     try:
         return install().hidden_bytes
     except TierUnavailableError:
@@ -398,10 +400,8 @@ def check_arguments(
 
 
 def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:
-    """The driver of an optimizer.
-
-    Raises:
-        UnsupportedError: its step needs all parameters at once. UsageError: a live job has it.
+    """The driver of an optimizer. Raises `UnsupportedError` if its step needs all parameters at
+    once, and `UsageError` if a live job has it.
     """
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, AwayStates):
         raise UsageError(

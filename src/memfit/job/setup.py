@@ -104,6 +104,12 @@ class Setup:
         return stored_plan(self.run) if self.run is not None and self.run.is_resumed else None
 
     @property
+    def compiled_words(self) -> str:
+        """Sentences on what was compiled, and what not; empty where nobody asked for it."""
+        compiled = self.problem.compiled
+        return "" if compiled is None else compiled.in_words()
+
+    @property
     def has_journal(self) -> bool:
         """The run keeps a journal."""
         return self.run is not None and self.run.scheme == "journal"
