@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -261,9 +262,13 @@ def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk")
         after = f"{len(job.step(batch_of(name, 1, rank)).losses)} losses"
     except Exception as error:  # noqa: BLE001, told to the test
         after = f"{type(error).__name__}: {error}"
-    # Closing waits so long for a collective that another rank may yet end; after a full disk of one rank the others do.
-    with patch.object(RankGroup.close, "__defaults__", (3.0,)):
+    # In turn: closing on one rank does not depend on that of another, which may come much later.
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1 and how == "a full disk":
+        store.wait(["closed"], timedelta(seconds=60))
+    with patch.object(RankGroup.close, "__defaults__", (60.0,)):
         job.close()
+    store.set("closed", "")
     # The process group of the program is as it was: another job begins.
     again = ""
     if how != "killed":

@@ -14,12 +14,19 @@ that submit in the same order meet in the same order.
 Gloo and NCCL hold pointers. A handle that was failed from outside returns while its collective may
 still run, so whatever it reads or writes must keep its bytes until the thread has ended (`close`):
 holding the storage object is not enough where somebody resizes it to 0.
+
+[Note: after a failure]
+A rank whose sockets stay open keeps the others in their collectives. So behind a failure, when the
+collective that runs has ended, the thread itself gives the group up (`on_end`), whether or not
+somebody closes it. An error's traceback keeps the frames of its collective, and these the group:
+its frames are cleared.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -65,11 +72,17 @@ class CollectiveHandle(TransferHandle):
             raise self._error
 
 
+class _Failed:
+    """Mark in the queue: everything has ended with an error."""
+
+
 class _Jobs:
     """Collectives to be done: what the thread shares with its owner, who may be dropped."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[Callable[[], object], CollectiveHandle] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Callable[[], object], CollectiveHandle] | _Failed | None] = (
+            queue.SimpleQueue()
+        )
         self.lock = threading.Lock()
         self.pending: set[CollectiveHandle] = set()
         self.failure: BaseException | None = None
@@ -77,10 +90,12 @@ class _Jobs:
     def fail(self, error: BaseException) -> BaseException:
         """Ends all handles with the error, and all that come; returns the first such error."""
         with self.lock:
-            self.failure = self.failure or error
+            is_first, self.failure = self.failure is None, self.failure or error
             ended, self.pending = self.pending, set()
         for handle in ended:
             handle.finish(self.failure)
+        if is_first:
+            self.queue.put(_Failed())
         return self.failure
 
 
@@ -91,13 +106,23 @@ class CollectiveThread:
         name: of the thread.
         on_failure: called in the thread with the error of a collective that failed, before whoever
             waits hears of it.
+        on_end: called in the thread after a failure, when no collective runs; see [Note: after a
+            failure].
     """
 
-    def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_failure: Callable[[BaseException], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
         self._name = name
         self._jobs = _Jobs()
         self._on_failure = on_failure
+        self._on_end = on_end
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._is_closed = False
 
     @property
     def failure(self) -> BaseException | None:
@@ -119,19 +144,28 @@ class CollectiveThread:
         if failure is not None:
             handle.finish(failure)
             return handle
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(jobs, self._on_failure), name=self._name, daemon=True)
-            self._thread.start()
-            # A group that is dropped without `close` ends its thread as well.
-            weakref.finalize(self, jobs.queue.put, None)
+        self._start()
         jobs.queue.put((act, handle))
         return handle
+
+    def _start(self) -> None:
+        # A failure may come from another thread than collectives do.
+        with self._starting:
+            if self._thread is not None or self._is_closed:
+                return
+            arguments = (self._jobs, self._on_failure, self._on_end)
+            self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
+            self._thread.start()
+            # A group that is dropped without `close` ends its thread as well.
+            weakref.finalize(self, self._jobs.queue.put, None)
 
     def fail(self, error: BaseException) -> None:
         """Ends everything that was submitted and everything that will be with the error, at once
         and from any thread. The collective that runs goes on; no other is begun.
         """
         self._jobs.fail(error)
+        if self._on_end is not None:
+            self._start()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends the thread, after all that was submitted, or after a failure when the collective
@@ -140,7 +174,9 @@ class CollectiveThread:
         Returns:
             False if it still runs after `timeout_s`.
         """
-        thread, self._thread = self._thread, None
+        with self._starting:
+            self._is_closed = True
+            thread, self._thread = self._thread, None
         if thread is None:
             return True
         self._jobs.queue.put(None)
@@ -151,9 +187,14 @@ class CollectiveThread:
         return True
 
 
-def _work(jobs: _Jobs, on_failure: Callable[[BaseException], None] | None) -> None:
+def _work(jobs: _Jobs, on_failure: Callable[[BaseException], None] | None, on_end: Callable[[], None] | None) -> None:
     with torch.no_grad():
         while (job := jobs.queue.get()) is not None:
+            if isinstance(job, _Failed):
+                # Here: between two collectives, of which none begins any more.
+                if on_end is not None:
+                    on_end()
+                continue
             act, handle = job
             if jobs.failure is not None:
                 continue  # its handle was ended; on another rank the collective is not begun either
@@ -170,6 +211,8 @@ def _work(jobs: _Jobs, on_failure: Callable[[BaseException], None] | None) -> No
                     on_failure(error)
                 error = jobs.fail(error)
             except BaseException as failed:  # noqa: BLE001, raised where the handle is waited for
+                # Its frames hold the group, and whoever keeps the error would keep its sockets.
+                traceback.clear_frames(failed.__traceback__)
                 error = failed
             with jobs.lock:
                 jobs.pending.discard(handle)

@@ -85,6 +85,14 @@ class FailureWatch:
             time.sleep(_BETWEEN_LOOKS_S)
         return []
 
+    def mail(self) -> str:
+        """Returns what another rank has told of its failure so far; empty if nothing came."""
+        key = f"{self._prefix}/mail/{self._rank}"
+        try:
+            return self._store.get(key).decode(errors="replace") if self._store.check([key]) else _CLOSED
+        except dist.DistError:
+            return _CLOSED
+
     def _lost(self) -> list[int]:
         here = socket.gethostname()
         found: list[int] = []

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -45,9 +47,10 @@ class RankGroup:
         self._group = group
         self.rank, self.size = rank_and_size(group)
         self.received: Counter[str] = Counter()
+        self._dropping = threading.Lock()
         # Weak: both threads live as long as the process if nobody closes the group.
         own: weakref.ref[RankGroup] = weakref.ref(self)
-        self._thread = CollectiveThread("memfit-ranks", lambda error: _notice(own, error))
+        self._thread = CollectiveThread("memfit-ranks", lambda error: _notice(own, error), lambda: _drop(own))
         self._watch: FailureWatch | None = None
         if store is not None and group is not None:
             self._watch = FailureWatch(store, prefix, self.rank, self.size, lambda text: _hear(own, text))
@@ -88,6 +91,10 @@ class RankGroup:
         if watch is None or self._thread.failure is not None:
             return
         lost = watch.lost()
+        if not lost and (told := watch.mail()):
+            # A rank that has failed tells its cause first, and gives its sockets up then.
+            self._thread.fail(PeerError(told))
+            return
         if lost:
             error.args = (f"rank {', '.join(map(str, lost))} was lost: {error}",)
         watch.tell(str(error))
@@ -104,13 +111,19 @@ class RankGroup:
             self._watch = None
         if not self._thread.close(timeout_s):
             return False
-        if self._group is not None:
+        self._drop_group()
+        return True
+
+    def _drop_group(self) -> None:
+        with self._dropping:
             group, self._group = self._group, None
-            dist.destroy_process_group(group)
+        if group is not None:
+            # After a failure the program may have ended all groups itself, which torch tells so.
+            with suppress(ValueError) if self._thread.failure is not None else nullcontext():
+                dist.destroy_process_group(group)
             del group
             # Sockets close with the last reference to the group, and peers may wait for that.
             gc.collect()
-        return True
 
 
 def open_group(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> RankGroup:
@@ -155,6 +168,12 @@ def _notice(own: weakref.ref[RankGroup], error: BaseException) -> None:
     group = own()
     if group is not None:
         group.note_lost(error)
+
+
+def _drop(own: weakref.ref[RankGroup]) -> None:
+    group = own()
+    if group is not None:
+        group._drop_group()  # noqa: SLF001, in this module
 
 
 def _hear(own: weakref.ref[RankGroup], text: str) -> None:
