@@ -28,7 +28,9 @@ from typing import Any
 import common
 
 SCRIPTS = Path(__file__).parent / "scripts"
-NAMES = ("trainer", "sft", "nanogpt", "vision", "accelerate_loop")
+NAMES = (
+    "trainer", "sft", "dpo", "lora", "lightning_trainer", "accelerate_loop", "nanogpt", "vision", "vision_language",
+)  # fmt: skip
 COMPARED = ("losses", "norms", "evaluations", "final")
 
 
