@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from memfit.core.hardware import Hardware, Link
-from memfit.core.step import ByteChange, Operation, Step, Token, Transfer
+from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.prediction.clock import host_work_seconds, work_seconds
 
@@ -206,7 +206,7 @@ class Simulation:
                 break
             computing = [id(queue[0]) for name, queue in self._queues.items() if name == "device" and queue]
             speeds = [self._compute_speed() if id(queue[0]) in computing else queue[0].speed for queue in heads]
-            passed = min(queue[0].left / speed for queue, speed in zip(heads, speeds, strict=True))
+            passed = min(queue[0].left / speed for queue, speed in zip(heads, speeds, strict=True) if speed)
             self.now += passed
             for queue, speed in zip(heads, speeds, strict=True):
                 queue[0].left -= passed * speed
@@ -231,7 +231,7 @@ class Simulation:
             if operation.behind is not None and operation.behind in self._come:
                 gate = all_of(self.now, gate, self._come[operation.behind])
             under_way = self._start(operation, gate)
-            if operation.work:
+            if operation.work and operation.update_place is not UpdatePlace.BESIDE:
                 seconds = Fraction(work_seconds(operation.work, self.hardware))
                 yield self._queue("device", seconds, all_of(self.now))
             if operation.gives is None:
@@ -250,6 +250,9 @@ class Simulation:
         for transfer in operation.transfers:
             before = started[-1][1] if operation.is_chain and started else gate
             started.append((transfer.direction, self._transfer(transfer, before)))
+        if operation.work and operation.update_place is UpdatePlace.BESIDE:
+            seconds = Fraction(work_seconds(operation.work, self.hardware))
+            started.append(("computed", self._queue("updates", seconds, gate)))
         if operation.host_work:
             seconds = Fraction(host_work_seconds(operation.host_work, self.hardware))
             started.append(("computed", self._queue("host", seconds, gate)))
@@ -265,7 +268,11 @@ class Simulation:
         self.stalls_s[cause] += float(self.now - before)
 
     def _compute_speed(self) -> Fraction:
-        """Share of its own speed at which the device computes while links have work."""
+        """Share of its own speed at which the device computes for the main thread: none while it
+        updates, less while links have work.
+        """
+        if (updates := self._queues["updates"]) and updates[0].needs.at is not None:
+            return Fraction(0)
         tiers = [name[0] for name, queue in self._queues.items() if queue and isinstance(name, tuple)]
         return min([Fraction(1), *(Fraction(self._link(tier).compute_share) for tier in tiers)])
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Accumulate, Clear, Commit, Fetch, Release, Update
-from memfit.core.step import Operation, Step, Token, Transfer
+from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.prediction import predict
@@ -124,6 +124,7 @@ def free_steps(draw: Any) -> Step:
                 transfers=tuple(draw(transfers(3))),
                 is_chain=draw(st.booleans()),
                 host_work=draw(amounts(UPDATED)),
+                update_place=draw(st.sampled_from([None, None, UpdatePlace.AT_ONCE, UpdatePlace.BESIDE])),
                 gives=token,
             )
             given_before.append(token)
@@ -239,6 +240,38 @@ def test_compute_goes_on_at_the_share_of_the_slowest_link_that_has_work(host: fl
     assert not difference_of_seconds(step, hardware, timeline)
 
 
+def test_an_update_beside_costs_nothing_where_the_main_thread_waits_anyhow() -> None:
+    """By arithmetic: 4 s of reading are waited for, an update takes 3 of them and 2 s of what is
+    computed behind that.
+    """
+    tiers = {Tier.DEVICE: TierSpec(nbytes=1 << 40)}
+    for tier in (Tier.HOST, Tier.DISK):
+        link = Link(read_bytes_per_s=100.0, write_bytes_per_s=100.0)
+        tiers[tier] = TierSpec(nbytes=1 << 40, link=link)
+    hardware = Hardware(device="cpu", flops_per_s=1.0, tiers=tiers)
+    second = ((COMPUTED, 1.0 / work_seconds(((COMPUTED, 1.0),), hardware)),)
+    read, update, late = Token("fetch", "B0"), Token("update", "B0"), Token("fetch", "B1")
+    operations = (
+        Operation(action=Commit(), transfers=(Transfer(Tier.DISK, "read", "weight", 100),), gives=late),
+        Operation(action=Commit(), transfers=(Transfer(Tier.DISK, "read", "weight", 300),), gives=read),
+        Operation(
+            action=Commit(),
+            after=(late,),
+            work=tuple((kind, 5 * amount) for kind, amount in second),
+            update_place=UpdatePlace.BESIDE,
+            gives=update,
+        ),
+        Operation(action=Commit(), waits=(read,), work=second),
+    )
+    step = replace(lower(SCHEDULE, Plan(), PROFILE), resting=(), operations=operations)
+    timeline = predict(step, hardware)
+    assert timeline.stalls_s == {"fetch": pytest.approx(4.0)}
+    assert timeline.moments[2].start_s == pytest.approx(1.0)
+    assert timeline.moments[2].end_s == pytest.approx(6.0)
+    assert timeline.moments[3].end_s == pytest.approx(7.0)
+    assert not difference_of_seconds(step, hardware, timeline)
+
+
 @given(data=st.data(), drawn=cases())
 def test_weights_and_gradients_are_where_the_actions_say(data: st.DataObject, drawn: Case) -> None:
     """From the list of actions alone: a visiting block's weights from its fetch to its release;
@@ -308,6 +341,7 @@ BLIND: dict[str, Callable[[Operation], Operation]] = {
     "the stop for a sum": _not_stopping_for_a_sum,
     "the link that is crossed": _on_one_link,
     "computing": _ignoring(work=()),
+    "updates that go on while the main thread waits": _ignoring(update_place=None),
 }
 """Predictions that do not see one thing that operations say."""
 

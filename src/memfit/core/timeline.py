@@ -14,6 +14,8 @@ from memfit.core.tiers import Tier
 
 COMPUTE_LANE = "compute"
 """Lane of the main thread, in `Interval.lane`."""
+UPDATE_LANE = "updates"
+"""Lane of the device's updates in a thread beside the main one."""
 HOST_LANE = "host updates"
 """Lane of the host's cores beside an accelerator."""
 
@@ -22,8 +24,8 @@ class Interval(NamedTuple):
     """Time in which a lane works, or in which the main thread waits.
 
     Attributes:
-        lane: `COMPUTE_LANE`, `HOST_LANE`, or a tier and a direction as seen from the device, such
-            as "disk read".
+        lane: `COMPUTE_LANE`, `UPDATE_LANE`, `HOST_LANE`, or a tier and a direction as seen from the
+            device, such as "disk read".
         kind: "work", "stall" or "transfer".
         name: of a stall its cause, as in `Timeline.stalls_s`; of a transfer its category; of work
             "".

@@ -8,15 +8,19 @@ One main thread takes the operations in order. Compute takes its time, class by 
 on an accelerator not less than the host needs to launch it. Transfers start at once, or when what
 they need is done, and are served by their link in the order they were issued: reading and writing
 are two queues a tier. The main thread stops only where an operation waits; those seconds are
-stalls, by what was waited for. An update's elements are worked on by the device, which delays
-compute, or by the host's cores, which take one update after the other beside it. Where a link's
+stalls, by what was waited for. An update's elements are worked on by the device or by the host's
+cores, one update after the other, as soon as its gradient is there. On the device an update of a
+thread beside the main one goes before it: what the main thread computes meanwhile comes later by as
+much, and where it waits anyhow it costs nothing. A processor that both share equally has done as
+much in the end. Where a link's
 contention was measured: a transfer takes the speed of both directions while the other one has work,
 and compute goes on at `Link.compute_share` of its speed while the link has work. A transfer that
 crosses a second link (files, beside an accelerator) is served by both, each in its own order and at
 its own speed, and is done when both are: so both links carry all of its bytes. Not modelled: that a
 transfer already under way slows down when another begins, updates on the host taking memory's
 bandwidth from transfers, disks that hang on the accelerator's own switch, a run's main thread that
-waits before it begins a transfer (`Operation.after`), the cost of a first step.
+waits before it begins a transfer (`Operation.after`), that links slow updates down as they slow
+compute, the cost of a first step.
 
 What ranks send each other is one queue of the link `network`, in the order of the list, as their
 one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
@@ -31,7 +35,7 @@ not its model: nine of ten steps were nearer to their prediction than `Hardware.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,9 +43,9 @@ from typing import NamedTuple
 from memfit.core.hardware import Hardware
 from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.schedule import Backward, Forward
-from memfit.core.step import Operation, Step, Token, Transfer
+from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import NETWORK, Tier, is_processor
-from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Interval
 from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
@@ -174,6 +178,10 @@ class Clock:
         self.intervals: list[Interval] = []
         # When the host's cores are through with the updates that they were given.
         self._host_free_s = 0.0
+        # The same for the device and updates beside the main thread, and when it works on them:
+        # seconds that are not over, in order.
+        self._updates_free_s = 0.0
+        self._updating: deque[tuple[float, float]] = deque()
         self.now_s = 0.0
         self.stalls_s: dict[str, float] = {}
         # How long each lane works, by its name.
@@ -241,9 +249,11 @@ class Clock:
             if transfer.direction == "read":
                 come = max(come, moved)
         if operation.work and self._pace is not None:
-            began = self.now_s
-            self._compute(self._pace.work_s(operation.work), self._pace)
-            self._note(COMPUTE_LANE, "work", "", began, self.now_s)
+            seconds = self._pace.work_s(operation.work)
+            if operation.update_place is UpdatePlace.BESIDE:
+                end = max(end, self._update_beside(begin, seconds))
+            else:
+                self._compute(seconds, self._pace)
         if operation.host_work and self._pace is not None:
             began = max(begin, self._host_free_s)
             self._host_free_s = began + self._pace.host_work_s(operation.host_work)
@@ -291,25 +301,50 @@ class Clock:
             self._note(name, "transfer", transfer.category, began, end, nbytes)
         return end
 
+    def _update_beside(self, begin: float, seconds: float) -> float:
+        """Puts an update behind those that the device works on beside the main thread; returns when
+        it is through.
+        """
+        began = max(begin, self._updates_free_s)
+        self._updates_free_s = end = began + seconds
+        if end > began:
+            self._updating.append((began, end))
+        self._work(UPDATE_LANE, seconds)
+        self._note(UPDATE_LANE, "work", "", began, end)
+        return end
+
     def _compute(self, left_s: float, pace: Pace) -> None:
-        """Computes for so long, slower while a link has work."""
+        """Computes for so long, slower while a link has work and not while an update goes first."""
         self._work(COMPUTE_LANE, left_s)
-        if not pace.slows_compute:
-            self.now_s += left_s
-            return
-        hardware = pace.hardware
-        busy: dict[Tier, float] = {}
-        for (tier, _), free_s in self._free_s.items():
-            if free_s > self.now_s and hardware.link(tier).compute_share < 1:
-                busy[tier] = max(busy.get(tier, 0.0), free_s)
-        # While several links have work, the one that slows most counts.
-        for tier in sorted(busy, key=lambda one: busy[one]):
-            slowest = min(hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])
-            beside_s = max(0.0, busy[tier] - self.now_s)
-            done_s = min(left_s, beside_s * slowest)
-            self.now_s += done_s / slowest
-            left_s -= done_s
-        self.now_s += left_s
+        while self._updating and left_s > 0:
+            began, end = self._updating[0]
+            if began > self.now_s:
+                left_s = self._compute_until(began, left_s, pace)
+            if began <= self.now_s:
+                self.now_s = max(self.now_s, end)
+                self._updating.popleft()
+        self._compute_until(float("inf"), left_s, pace)
+
+    def _compute_until(self, until_s: float, left_s: float, pace: Pace) -> float:
+        """Computes for so long or until a moment; returns the seconds that are left then."""
+        since_s = self.now_s
+        if pace.slows_compute:
+            hardware = pace.hardware
+            busy: dict[Tier, float] = {}
+            for (tier, _), free_s in self._free_s.items():
+                if free_s > self.now_s and hardware.link(tier).compute_share < 1:
+                    busy[tier] = max(busy.get(tier, 0.0), free_s)
+            # While several links have work, the one that slows most counts.
+            for tier in sorted(busy, key=lambda one: busy[one]):
+                slowest = min(hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])
+                beside_s = max(0.0, min(busy[tier], until_s) - self.now_s)
+                done_s = min(left_s, beside_s * slowest)
+                self.now_s += done_s / slowest
+                left_s -= done_s
+        done_s = min(left_s, max(0.0, until_s - self.now_s))
+        self.now_s += done_s
+        self._note(COMPUTE_LANE, "work", "", since_s, self.now_s)
+        return left_s - done_s
 
     def _stop(self, transfer: Transfer, begin: float) -> float:
         """Returns when a transfer that the main thread itself waits for is done."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from memfit.core.hardware import Hardware
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
-from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Moment, Timeline
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline
 from memfit.prediction.bytes import follow_tier, peaks
 from memfit.prediction.clock import Clock, Pace
 
@@ -29,6 +29,7 @@ class Appraisal:
         late_s: how long a step takes at least because of what each lane does behind a turn from
             forward to backward, the first or the last one: what the device computes before the
             turn, and that. Operations are given out in order: none behind the turn begins before.
+            And because the device works on updates beside the main thread as well.
     """
 
     peaks: Mapping[Tier, int]
@@ -108,12 +109,15 @@ def appraise(step: Step, hardware: Hardware | Pace) -> Appraisal:
     pace = Pace(hardware) if isinstance(hardware, Hardware) else hardware
     clock = Clock(pace)
     times, turns = clock.run_with_turns(step)
-    lanes = [HOST_LANE, *(f"{tier} {way}" for tier in pace.hardware.away for way in ("read", "write"))]
+    lanes = [UPDATE_LANE, HOST_LANE, *(f"{tier} {way}" for tier in pace.hardware.away for way in ("read", "write"))]
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
         busy_s=clock.busy_s,
         late_s={
+            "compute and updates": clock.busy_s.get(COMPUTE_LANE, 0.0) + clock.busy_s.get(UPDATE_LANE, 0.0)
+        }
+        | {
             f"{lane}, after the {which} turn": turn.get(COMPUTE_LANE, 0.0)
             + clock.busy_s.get(lane, 0.0)
             - turn.get(lane, 0.0)

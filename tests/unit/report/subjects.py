@@ -38,6 +38,16 @@ def streamed_plan(layers: int, microbatches: int = 2) -> Plan:
     )
 
 
+def seconds_of_the_device(timeline: Timeline) -> float:
+    """Returns how long the main thread computes or waits, or updates go on beside it."""
+    total = until = 0.0
+    for interval in sorted(timeline.intervals, key=lambda one: one.start_s):
+        if interval.lane in ("compute", "updates"):
+            total += max(0.0, interval.end_s - max(interval.start_s, until))
+            until = max(until, interval.end_s)
+    return total
+
+
 def subject_of(
     plan: Plan | None = None,
     profile: Profile | None = None,

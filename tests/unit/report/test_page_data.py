@@ -23,7 +23,7 @@ from memfit.report.timeline_data import TICKS_PER_S, fold, timeline_data
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 from unit.profiles import gpt_profile
-from unit.report.subjects import machine, streamed_plan, subject_of
+from unit.report.subjects import machine, seconds_of_the_device, streamed_plan, subject_of
 
 LAYERS, WIDTH, TOKENS, VOCABULARY, ROWS = 4, 64, 128, 2048, 8
 U = 4 * ROWS * TOKENS * WIDTH
@@ -67,7 +67,7 @@ def test_the_area_below_the_picture_is_that_of_the_timeline() -> None:
             busy[interval.moment] += round((interval.end_s - interval.start_s) * 1e9)
     added = sum(subject.predicted.moments[i].peak_bytes * ns / 1e9 for i, ns in busy.items())
     assert drawn == pytest.approx(added, rel=0.02)
-    assert ends[-1] == pytest.approx(sum(busy.values()) / 1e9, rel=1e-3)
+    assert ends[-1] == pytest.approx(seconds_of_the_device(subject.predicted), rel=1e-3)
     assert begins == sorted(begins)
 
 

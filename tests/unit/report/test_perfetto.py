@@ -11,7 +11,7 @@ import pytest
 from memfit.core.timeline import Moment, Timeline
 from memfit.report.perfetto import render_perfetto
 from memfit.report.subject import ReportSubject
-from unit.report.subjects import subject_of
+from unit.report.subjects import seconds_of_the_device, subject_of
 
 
 def events(subject: ReportSubject, kind: str, process: int = 1) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def events(subject: ReportSubject, kind: str, process: int = 1) -> list[dict[str
 def test_threads_carry_the_lanes_second_by_second_and_byte_by_byte() -> None:
     subject = subject_of()
     names = {e["tid"]: e["args"]["name"] for e in events(subject, "M") if e["name"] == "thread_name"}
-    assert list(names.values()) == ["compute", "disk read", "disk write"]
+    assert list(names.values()) == ["compute", "disk read", "disk write", "updates"]
     lasting, moved, stalled = defaultdict[str, float](float), Counter[str](), defaultdict[str, float](float)
     for event in events(subject, "X"):
         lasting[names[event["tid"]]] += event["dur"] / 1e6
@@ -31,7 +31,10 @@ def test_threads_carry_the_lanes_second_by_second_and_byte_by_byte() -> None:
     assert moved["disk read"] == sum(subject.predicted.bytes_read.values())
     assert moved["disk write"] == sum(subject.predicted.bytes_written.values())
     assert dict(stalled) == pytest.approx(dict(subject.predicted.stalls_s))
-    assert lasting["compute"] == pytest.approx(subject.predicted.seconds, rel=1e-3)
+    assert seconds_of_the_device(subject.predicted) == pytest.approx(subject.predicted.seconds, rel=1e-3)
+    for lane, seconds in lasting.items():
+        own = sum(i.end_s - i.start_s for i in subject.predicted.intervals if i.lane == lane)
+        assert seconds == pytest.approx(own, rel=1e-3)
     fetch = next(e for e in events(subject, "X") if e["args"]["action"] == "fetch B1")
     assert fetch["args"]["of"] == "h.0"
 
