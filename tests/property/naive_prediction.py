@@ -171,6 +171,38 @@ class Job:
 
 
 @dataclass
+class Pause(Job):
+    """Seconds by which a queue of pieces is behind, since a transfer went before its rest.
+
+    Attributes:
+        began, ended: when that transfer did.
+        headed: when all before it in the queue was over: only if the transfer had begun by then is
+            there a pause, of as long as it took.
+    """
+
+    began: Signal = field(default_factory=Signal)
+    ended: Signal = field(default_factory=Signal)
+    headed: Fraction | None = None
+
+    def decide(self, now: Fraction) -> None:
+        """Sets how long it lasts, as soon as that is known."""
+        if self.headed is None:
+            self.headed = now
+            if self.began.at is None or self.began.at >= now:
+                self.needs = Signal(happened=now)
+        elif self.needs.at is not None:
+            return
+        if self.needs.at is None and self.ended.at is not None:
+            assert self.began.at is not None
+            self.left = self.headed + (self.ended.at - self.began.at) - now
+            self.needs = Signal(happened=now)
+
+
+def _is_of_pieces(name: object) -> bool:
+    return isinstance(name, tuple) and name[-1] == "pieces"
+
+
+@dataclass
 class Simulation:
     """A run of a step on a machine, told by a discrete-event simulation.
 
@@ -186,13 +218,19 @@ class Simulation:
     _queues: dict[object, deque[Job]] = field(default_factory=lambda: defaultdict(deque))
     _given: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
     _come: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
+    _pieces_over: Fraction = Fraction(0)
+    _last_in_pieces: int = -1
 
     def run(self, step: Step) -> Simulation:
         """Simulates the whole step."""
         shown: list[tuple[Signal, Signal]] = []
+        self._last_in_pieces = -1
         main = self._main(step, shown)
         waited = next(main, None)
         while True:
+            for queue in self._queues.values():
+                if queue and isinstance(queue[0], Pause):
+                    queue[0].decide(self.now)
             # All that happens at this instant.
             if waited is not None and waited.at is not None:
                 waited = next(main, None)
@@ -201,6 +239,8 @@ class Simulation:
             over = [queue for queue in heads if not queue[0].left]
             if over:
                 over[0].popleft().done.happened = self.now
+                if any(over[0] is queue for name, queue in self._queues.items() if _is_of_pieces(name)):
+                    self._pieces_over = self.now
                 continue
             if not heads:
                 break
@@ -211,15 +251,18 @@ class Simulation:
             for queue, speed in zip(heads, speeds, strict=True):
                 queue[0].left -= passed * speed
         assert waited is None, "the main thread waits for what never comes"
-        for begin, end in shown:
+        for index, (begin, end) in enumerate(shown):
             assert begin.at is not None
             assert end.at is not None
-            self.times.append((float(begin.at), float(end.at)))
+            over = self._pieces_over if index == self._last_in_pieces else Fraction(0)
+            self.times.append((float(begin.at), float(max(end.at, over))))
         return self
 
     def _main(self, step: Step, shown: list[tuple[Signal, Signal]]) -> Iterator[Signal]:
-        for operation in step:
+        for index, operation in enumerate(step):
             begin = Signal(happened=self.now)
+            if operation.update_place is not None and operation.transfers:
+                self._last_in_pieces = index
             yield from self._stop(operation.waits)
             if operation.work:
                 begin = Signal(happened=self.now)
@@ -249,7 +292,8 @@ class Simulation:
         started: list[tuple[str, Signal]] = []
         for transfer in operation.transfers:
             before = started[-1][1] if operation.is_chain and started else gate
-            started.append((transfer.direction, self._transfer(transfer, before)))
+            moved = self._transfer(transfer, before, in_pieces=operation.update_place is not None)
+            started.append((transfer.direction, moved))
         if operation.work and operation.update_place is UpdatePlace.BESIDE:
             seconds = Fraction(work_seconds(operation.work, self.hardware))
             started.append(("computed", self._queue("updates", seconds, gate)))
@@ -276,26 +320,40 @@ class Simulation:
         tiers = [name[0] for name, queue in self._queues.items() if queue and isinstance(name, tuple)]
         return min([Fraction(1), *(Fraction(self._link(tier).compute_share) for tier in tiers)])
 
-    def _transfer(self, transfer: Transfer, gate: Signal) -> Signal:
+    def _transfer(self, transfer: Transfer, gate: Signal, *, in_pieces: bool = False) -> Signal:
         """Issues a transfer to each link that its bytes pass."""
         tiers = [transfer.tier]
         if transfer.crosses is not None and transfer.crosses in self.hardware.tiers:
             tiers.append(transfer.crosses)
-        return all_of(Fraction(0), *(self._pass(tier, transfer, gate) for tier in tiers))
+        return all_of(Fraction(0), *(self._pass(tier, transfer, gate, in_pieces=in_pieces) for tier in tiers))
 
-    def _pass(self, tier: Tier, transfer: Transfer, gate: Signal) -> Signal:
-        """Issues a transfer to a link. What the link's other direction was given before slows it."""
+    def _pass(self, tier: Tier, transfer: Transfer, gate: Signal, *, in_pieces: bool) -> Signal:
+        """Issues a transfer to a link. What the link's other direction was given before slows it.
+        An update's waits for all that was issued before; others for all but updates', which are
+        then behind by as much.
+        """
         link, is_read = self._link(tier), transfer.direction == "read"
         alone = link.read_bytes_per_s if is_read else link.write_bytes_per_s
         both = (link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s) or alone
-        other = self._queues[tier, "write" if is_read else "read"]
-        return self._queue(
-            (tier, transfer.direction),
+        other = "write" if is_read else "read"
+        beside = self._last_of((tier, other), (tier, other, "pieces"))
+        before = self._last_of((tier, transfer.direction))
+        began = all_of(Fraction(0), gate, *before)
+        done = self._queue(
+            (tier, transfer.direction, "pieces") if in_pieces else (tier, transfer.direction),
             Fraction(transfer.nbytes / alone),
-            gate,
-            beside=other[-1].done if other else None,
+            began,
+            beside=all_of(Fraction(0), *beside) if beside else None,
             share=min(Fraction(1), Fraction(both / alone)),
         )
+        if not in_pieces and self._queues[tier, transfer.direction, "pieces"]:
+            pause = Pause(Fraction(0), Signal(), began=began, ended=done)
+            self._queues[tier, transfer.direction, "pieces"].append(pause)
+        return done
+
+    def _last_of(self, *names: object) -> list[Signal]:
+        """Returns the end of the last job of each queue that has one."""
+        return [queue[-1].done for name in names if (queue := self._queues[name])]
 
     def _link(self, tier: Tier) -> Link:
         link = self.hardware.tiers[tier].link

@@ -533,11 +533,12 @@ def test_lanes_show_all_that_is_moved_waited_for_and_computed() -> None:
     for i in timeline.intervals:
         lanes.setdefault(i.lane, []).append((i.start_s, i.end_s))
         if i.kind == "transfer":
-            moved[i.lane, i.name] += i.nbytes
+            moved[i.lane.removesuffix(" for updates"), i.name] += i.nbytes
             assert i.end_s - i.start_s == pytest.approx(i.nbytes / 1e6)
         elif i.kind == "stall":
             stalls[i.name] += i.end_s - i.start_s
-    assert sorted(lanes) == ["compute", "disk read", "disk write"]
+    ways = ["disk read", "disk read for updates", "disk write", "disk write for updates"]
+    assert sorted(lanes) == ["compute", *ways]
     for spans in lanes.values():  # one thing at a time
         assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(sorted(spans)))
     assert moved == {

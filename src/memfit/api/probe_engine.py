@@ -8,8 +8,9 @@ action's seconds are taken as a constant and a multiple of its operations: two l
 and the differences between policies, and from two microbatches, give what each of them adds. These
 differences are measured with cold caches, since the products of a layer leave none of Python's
 there.
-Seconds are those of the thread on a processor, the least of many steps, since other work can only
-slow one down. The processor does this on any machine: beside an accelerator too, Python runs there.
+Seconds are those of the thread on a processor, in the fastest of many steps, since other work can
+only slow one down; not each action's least, which no step is the sum of. The processor does this on
+any machine: beside an accelerator too, Python runs there.
 Transfers of pieces are what the thread of updates takes more than for as many pieces where the same
 blocks rest on disk.
 """
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from memfit.api.fit import fit
 from memfit.core.hardware import Hardware
@@ -36,9 +38,9 @@ from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
 from memfit.scheduling.work_amounts import update_work
 
-_WIDTH = 16
+_WIDTH, _PLACES = 16, 4
 _LARGE = 1 << 19
-_FEW, _MANY = 1, 6
+_FEW, _MANY = 1, 3
 _BLOCKS = 6
 _STEPS = 24
 _POLICIES = (Saved.KEEP, Saved.RECOMPUTE, Saved.SELECT)
@@ -46,8 +48,39 @@ _LEAST_S = 1e-7
 _LEAST_SPREAD = 0.1
 
 
+class _Norm(nn.Module):
+    """Division by the root of the mean square, by its formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class _Attention(nn.Module):
+    """Attention of two heads over queries and keys turned by their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor, *, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        shape = (*hidden.shape[:-1], 2, -1)
+        query, key, value = (one(hidden).view(shape).transpose(1, 2) for one in (self.query, self.key, self.value))
+        query, key = (one * turns[0] + _half_turned(one) * turns[1] for one in (query, key))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(hidden.shape))
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
 class _Unit(nn.Module):
-    """As many kinds of operations as a transformer's layer has.
+    """A transformer's layer, with the modules and operations of one.
 
     Args:
         is_cold: it reads more than a core's cache holds first, as the products of a layer do.
@@ -56,15 +89,16 @@ class _Unit(nn.Module):
     def __init__(self, *, is_cold: bool) -> None:
         super().__init__()
         self.large = torch.ones(_LARGE) if is_cold else None
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.up = nn.Linear(_WIDTH, _WIDTH)
+        self.before, self.between, self.attention = _Norm(), _Norm(), _Attention()
+        self.gate, self.up, self.down = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3))
+        self.turns = torch.ones(_PLACES, _WIDTH // 2), torch.zeros(_PLACES, _WIDTH // 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.large is not None:
             self.large.sum()
-        y = torch.nn.functional.silu(self.up(self.norm(x)))
-        heads = y.view(-1, 2, _WIDTH // 2).transpose(0, 1)
-        return x + heads.transpose(0, 1).reshape(-1, _WIDTH) * 0.5
+        x = x + self.attention(self.before(x), turns=self.turns)
+        y = self.between(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class _Block(nn.Sequential):
@@ -130,7 +164,7 @@ def measure_engine(hardware: Hardware, directory: str | Path | None = None) -> M
         WorkKind.CALLS: (plain.constant + backward[None].constant) / 2,
         WorkKind.FRAMES: again.constant - keep.constant,
         WorkKind.SWITCHES: by_turns.forward - plain.constant - plain.per_operation * operations[0],
-        WorkKind.STEPS: min(rest),
+        WorkKind.STEPS: statistics.median(rest),
         WorkKind.PIECES: min(piece),
         WorkKind.PIECE_TRANSFERS: _transfer_s(hardware, directory, min(piece)),
     }
@@ -145,7 +179,7 @@ def _measure(
     """
     model = nn.Sequential(*(_Block(*(_Unit(is_cold=is_cold) for _ in range(units))) for _ in range(_BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.ones(4, _WIDTH)
+    batch = torch.ones(4, _PLACES, _WIDTH)
     plan = Plan(microbatches=microbatches, calls=tuple(CallPlan(saved=saved) for _ in range(_BLOCKS)))
     timelines: list[Timeline] = []
     totals: list[float] = []
@@ -166,7 +200,7 @@ def _measure(
         job.close(restore=False)
     pieces = len(list(model.parameters()))
     # The first steps make states and warm caches.
-    found = _least(timelines[4:], totals[4:], pieces)
+    found = _fastest(timelines[4:], totals[4:], pieces)
     halves = min(totals[4::2]), min(totals[5::2])
     return found, operations, min(1.0, max(halves) / min(halves) - 1)
 
@@ -177,7 +211,7 @@ def _transfer_s(hardware: Hardware, directory: str | Path | None, piece_s: float
     """
     model = nn.Sequential(*(_Block(_Unit(is_cold=False)) for _ in range(_BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.ones(4, _WIDTH)
+    batch = torch.ones(4, _PLACES, _WIDTH)
     homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
     plan = Plan(blocks={str(index): homes for index in range(_BLOCKS)})
     seconds: list[float] = []
@@ -193,19 +227,16 @@ def _transfer_s(hardware: Hardware, directory: str | Path | None, piece_s: float
     return (statistics.median(seconds[4:]) - pieces * piece_s) / transfers
 
 
-def _least(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:
-    least: dict[str, float] = {}
-    for timeline in timelines:
-        for moment in timeline.moments:
-            assert moment.busy_s is not None, "backward runs in the thread that asks for it"
-            least[moment.action] = min(moment.busy_s, least.get(moment.action, float("inf")))
+def _fastest(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:
+    fastest = totals.index(min(totals))
     kinds: dict[str, list[float]] = {}
-    for action, seconds in least.items():
-        kinds.setdefault(action.split()[0], []).append(seconds)
+    for moment in timelines[fastest].moments:
+        assert moment.busy_s is not None, "backward runs in the thread that asks for it"
+        kinds.setdefault(moment.action.split()[0], []).append(moment.busy_s)
     # The first call and the last do other things besides.
     forward, backward = (statistics.median(kinds[kind]) for kind in ("forward", "backward"))
     updates = sum(kinds["update"])
-    rest = min(totals) - sum(kinds["forward"]) - sum(kinds["backward"]) - updates
+    rest = totals[fastest] - sum(kinds["forward"]) - sum(kinds["backward"]) - updates
     return _Seconds(forward, backward, rest, updates / pieces)
 
 

@@ -20,12 +20,17 @@ HOST_LANE = "host updates"
 """Lane of the host's cores beside an accelerator."""
 
 
+def for_updates(lane: str) -> str:
+    """Names the lane of what updates move over a link, piece by piece, beside the link's own."""
+    return f"{lane} for updates"
+
+
 class Interval(NamedTuple):
     """Time in which a lane works, or in which the main thread waits.
 
     Attributes:
         lane: `COMPUTE_LANE`, `UPDATE_LANE`, `HOST_LANE`, or a tier and a direction as seen from the
-            device, such as "disk read".
+            device, such as "disk read", or `for_updates` of that.
         kind: "work", "stall" or "transfer".
         name: of a stall its cause, as in `Timeline.stalls_s`; of a transfer its category; of work
             "".

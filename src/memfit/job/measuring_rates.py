@@ -228,20 +228,25 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
 def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
     half = (WorkKind.HALF_CONVOLUTION, WorkKind.HALF_CONVOLUTION)
     full = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
-    for channels, size, kernel, stride in (
-        (64, 32, 3, 1),
-        (128, 16, 3, 1),
-        (24, 32, 3, 1),
-        (96, 16, 1, 1),
-        (96, 32, 1, 2),
+    for inputs, outputs, size, kernel, stride in (
+        (64, 64, 32, 3, 1),
+        (128, 128, 16, 3, 1),
+        (24, 24, 32, 3, 1),
+        (96, 96, 16, 1, 1),
+        (96, 24, 32, 1, 1),
+        (32, 96, 32, 1, 1),
+        (96, 192, 32, 1, 2),
+        (192, 96, 16, 3, 2),
     ):
 
-        def make(channels: int = channels, size: int = size, kernel: int = kernel, stride: int = stride) -> Any:
-            x = _tensor(4 * scale, channels, size, size, device=device, dtype=dtype, grad=True)
-            weight = _tensor(channels, channels, kernel, kernel, device=device, dtype=dtype, grad=True)
+        def make(
+            inputs: int = inputs, outputs: int = outputs, size: int = size, kernel: int = kernel, stride: int = stride
+        ) -> Any:
+            x = _tensor(4 * scale, inputs, size, size, device=device, dtype=dtype, grad=True)
+            weight = _tensor(outputs, inputs, kernel, kernel, device=device, dtype=dtype, grad=True)
             return lambda: functional.conv2d(x, weight, padding=kernel // 2, stride=stride), (x, weight)
 
-        flops = 2.0 * 4 * scale * channels * channels * kernel**2 * (size // stride) ** 2
+        flops = 2.0 * 4 * scale * inputs * outputs * kernel**2 * (size // stride) ** 2
         yield from _both(half if dtype is _HALF else full, (flops, 2 * flops), make)
     if dtype is _HALF:
         return

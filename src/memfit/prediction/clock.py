@@ -7,20 +7,27 @@ category.
 One main thread takes the operations in order. Compute takes its time, class by class of its work;
 on an accelerator not less than the host needs to launch it. Transfers start at once, or when what
 they need is done, and are served by their link in the order they were issued: reading and writing
-are two queues a tier. The main thread stops only where an operation waits; those seconds are
-stalls, by what was waited for. An update's elements are worked on by the device or by the host's
-cores, one update after the other, as soon as its gradient is there. On the device an update of a
-thread beside the main one goes before it: what the main thread computes meanwhile comes later by as
-much, and where it waits anyhow it costs nothing. A processor that both share equally has done as
-much in the end. Where a link's
-contention was measured: a transfer takes the speed of both directions while the other one has work,
-and compute goes on at `Link.compute_share` of its speed while the link has work. A transfer that
-crosses a second link (files, beside an accelerator) is served by both, each in its own order and at
-its own speed, and is done when both are: so both links carry all of its bytes. Not modelled: that a
-transfer already under way slows down when another begins, updates on the host taking memory's
-bandwidth from transfers, disks that hang on the accelerator's own switch, a run's main thread that
-waits before it begins a transfer (`Operation.after`), that links slow updates down as they slow
-compute, the cost of a first step.
+are two queues a tier. An update moves its bytes piece by piece, and asks for a piece when one
+before it is through: so it waits for what was issued before, and what is issued later goes before
+the rest of it. The main thread stops only where an operation waits; those seconds are stalls, by
+what was waited for.
+
+An update's elements are worked on by the device or by the host's cores, one update after the other,
+as soon as its gradient is there. On the device an update of a thread beside the main one goes
+first: what the main thread computes meanwhile comes later by as much, and where it waits anyhow
+that costs nothing. Two that share a processor have done as much in the end.
+
+Where a link's contention was measured: a transfer takes the speed of both directions while the
+other one has work, and compute goes on at `Link.compute_share` of its speed while the link has
+work. A transfer that crosses a second link (files, beside an accelerator) is served by both, each
+in its own order and at its own speed, and is done when both are: so both links carry all of its
+bytes.
+
+Not modelled: that a transfer under way ends later when another begins or goes before it (what is
+behind it in its queue does, and the step with the last update); that links slow updates down as
+they slow compute; updates on the host taking memory's bandwidth from transfers; disks that hang on
+the accelerator's own switch; a run's main thread that waits before it begins a transfer
+(`Operation.after`); the cost of a first step.
 
 What ranks send each other is one queue of the link `network`, in the order of the list, as their
 one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
@@ -45,9 +52,11 @@ from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import NETWORK, Tier, is_processor
-from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Interval
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Interval, for_updates
 from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 
+# Seconds that two sums of the same terms may differ by, in another order.
+_ROUNDING_S = 1e-12
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
 
@@ -191,13 +200,16 @@ class Clock:
         self.bytes_received: Counter[str] = Counter()
         # When each queue is free again, and when what was begun is done.
         self._free_s: dict[tuple[Tier, str], float] = {}
+        # The same of what updates move piece by piece, which all else goes before.
+        self._pieces_free_s: dict[tuple[Tier, str], float] = {}
+        self._last_in_pieces = -1
         self._done_s: dict[Token, float] = {}
         # When all that it reads has come.
         self._come_s: dict[Token, float] = {}
 
     def run(self, step: Step) -> list[ActionTime]:
         """Returns the times of all operations, in order."""
-        return [self._take(operation) for operation in step]
+        return self._ended([self._take(operation) for operation in step])
 
     def run_with_turns(self, step: Step) -> tuple[list[ActionTime], list[Mapping[str, float]]]:
         """Returns the times of all operations, and how long each lane had worked whenever a
@@ -213,7 +225,15 @@ class Clock:
                 is_forward = False
                 turns.append(dict(self.busy_s))
             times.append(self._take(operation))
-        return times, turns
+        return self._ended(times), turns
+
+    def _ended(self, times: list[ActionTime]) -> list[ActionTime]:
+        """Lets the last update that moved bytes end when links are through with all pieces."""
+        if self._last_in_pieces >= 0:
+            last = times[self._last_in_pieces]
+            end = max(last.end_s, *self._pieces_free_s.values())
+            times[self._last_in_pieces] = ActionTime(start_s=last.start_s, end_s=end)
+        return times
 
     def commit_seconds(self, step: Step) -> float:
         """Returns the seconds of the step's share of a commit, which nothing else runs beside."""
@@ -244,7 +264,9 @@ class Clock:
             begin = max(begin, self._come_s.get(operation.behind, 0.0))
         end = come = begin
         for transfer in operation.transfers:
-            moved = self._serve(transfer, end if operation.is_chain else begin)
+            moved = self._serve(
+                transfer, end if operation.is_chain else begin, in_pieces=operation.update_place is not None
+            )
             end = max(end, moved)
             if transfer.direction == "read":
                 come = max(come, moved)
@@ -269,7 +291,7 @@ class Clock:
         self._wait(operation.waits_after)
         return ActionTime(start_s=start, end_s=end)
 
-    def _serve(self, transfer: Transfer, begin: float) -> float:
+    def _serve(self, transfer: Transfer, begin: float, *, in_pieces: bool = False) -> float:
         tier, direction, category, nbytes, crosses = transfer
         counter = self.bytes_read if direction == "read" else self.bytes_written
         if tier is NETWORK:
@@ -277,29 +299,40 @@ class Clock:
         counter[category] = counter.get(category, 0) + nbytes
         if self._pace is None:
             return begin
-        end = self._pass(tier, transfer, begin, self._pace)
+        end = self._pass(tier, transfer, begin, self._pace, in_pieces=in_pieces)
         if crosses is not None and crosses in self._pace.hardware.tiers:
-            end = max(end, self._pass(crosses, transfer, begin, self._pace))
+            end = max(end, self._pass(crosses, transfer, begin, self._pace, in_pieces=in_pieces))
         return end
 
-    def _pass(self, tier: Tier, transfer: Transfer, begin: float, pace: Pace) -> float:
+    def _pass(self, tier: Tier, transfer: Transfer, begin: float, pace: Pace, *, in_pieces: bool) -> float:
         """Puts a transfer into the queue of one link; returns when it is through."""
         direction, nbytes = transfer.direction, transfer.nbytes
         queue = tier, direction
         name, alone, both, latency_s = pace.lane(tier, direction)
-        began = max(begin, self._free_s.get(queue, 0.0))
+        pieces_free_s = self._pieces_free_s.get(queue, 0.0)
+        began = max(begin, self._free_s.get(queue, 0.0), pieces_free_s if in_pieces else 0.0)
         if both >= alone:
             end = began + (latency_s + nbytes / alone)
         else:
             # Slower while the other direction has work.
-            beside_s = self._free_s.get((tier, "write" if direction == "read" else "read"), 0.0) - began
+            beside_s = self._busy_until((tier, "write" if direction == "read" else "read")) - began
             shared_s = min(max(beside_s, 0.0), nbytes / both)
             end = began + (latency_s + shared_s + (nbytes - shared_s * both) / alone)
-        self._free_s[queue] = end
+        if in_pieces:
+            name = for_updates(name)
+            self._pieces_free_s[queue] = end
+            self._last_in_pieces = self._moment
+        else:
+            self._free_s[queue] = end
+            if pieces_free_s > began + _ROUNDING_S:
+                self._pieces_free_s[queue] = pieces_free_s + (end - began)
         self.busy_s[name] = self.busy_s.get(name, 0.0) + (end - began)
         if self._records:
             self._note(name, "transfer", transfer.category, began, end, nbytes)
         return end
+
+    def _busy_until(self, queue: tuple[Tier, str]) -> float:
+        return max(self._free_s.get(queue, 0.0), self._pieces_free_s.get(queue, 0.0))
 
     def _update_beside(self, begin: float, seconds: float) -> float:
         """Puts an update behind those that the device works on beside the main thread; returns when
@@ -331,9 +364,10 @@ class Clock:
         if pace.slows_compute:
             hardware = pace.hardware
             busy: dict[Tier, float] = {}
-            for (tier, _), free_s in self._free_s.items():
-                if free_s > self.now_s and hardware.link(tier).compute_share < 1:
-                    busy[tier] = max(busy.get(tier, 0.0), free_s)
+            for queues in (self._free_s, self._pieces_free_s):
+                for (tier, _), free_s in queues.items():
+                    if free_s > self.now_s and hardware.link(tier).compute_share < 1:
+                        busy[tier] = max(busy.get(tier, 0.0), free_s)
             # While several links have work, the one that slows most counts.
             for tier in sorted(busy, key=lambda one: busy[one]):
                 slowest = min(hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])

@@ -6,13 +6,13 @@ In: `Step`, `Hardware`. Out: `Timeline` (`predict`), or its sums (`appraise`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memfit.core.hardware import Hardware
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
-from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline, for_updates
 from memfit.prediction.bytes import follow_tier, peaks
 from memfit.prediction.clock import Clock, Pace
 
@@ -29,7 +29,7 @@ class Appraisal:
         late_s: how long a step takes at least because of what each lane does behind a turn from
             forward to backward, the first or the last one: what the device computes before the
             turn, and that. Operations are given out in order: none behind the turn begins before.
-            And because the device works on updates beside the main thread as well.
+            And because the device and each link serve updates as well.
     """
 
     peaks: Mapping[Tier, int]
@@ -109,19 +109,21 @@ def appraise(step: Step, hardware: Hardware | Pace) -> Appraisal:
     pace = Pace(hardware) if isinstance(hardware, Hardware) else hardware
     clock = Clock(pace)
     times, turns = clock.run_with_turns(step)
-    lanes = [UPDATE_LANE, HOST_LANE, *(f"{tier} {way}" for tier in pace.hardware.away for way in ("read", "write"))]
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
         busy_s=clock.busy_s,
-        late_s={
-            "compute and updates": clock.busy_s.get(COMPUTE_LANE, 0.0) + clock.busy_s.get(UPDATE_LANE, 0.0)
-        }
-        | {
-            f"{lane}, after the {which} turn": turn.get(COMPUTE_LANE, 0.0)
-            + clock.busy_s.get(lane, 0.0)
-            - turn.get(lane, 0.0)
-            for which, turn in zip(("first", "last"), (*turns[:1], *turns[-1:]), strict=False)
-            for lane in lanes
-        },
+        late_s=_late(clock.busy_s, turns, pace.hardware),
     )
+
+
+def _late(busy_s: Mapping[str, float], turns: Sequence[Mapping[str, float]], hardware: Hardware) -> dict[str, float]:
+    ways = [f"{tier} {way}" for tier in hardware.away for way in ("read", "write")]
+    shared = {"compute": (COMPUTE_LANE, UPDATE_LANE)} | {way: (way, for_updates(way)) for way in ways}
+    late = {f"{name} with updates": sum(busy_s.get(lane, 0.0) for lane in lanes) for name, lanes in shared.items()}
+    behind = {UPDATE_LANE: (UPDATE_LANE,), HOST_LANE: (HOST_LANE,)} | {way: shared[way] for way in ways}
+    for which, turn in zip(("first", "last"), (*turns[:1], *turns[-1:]), strict=False):
+        for name, lanes in behind.items():
+            left_s = sum(busy_s.get(lane, 0.0) - turn.get(lane, 0.0) for lane in lanes)
+            late[f"{name}, after the {which} turn"] = turn.get(COMPUTE_LANE, 0.0) + left_s
+    return late

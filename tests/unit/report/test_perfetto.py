@@ -21,11 +21,15 @@ def events(subject: ReportSubject, kind: str, process: int = 1) -> list[dict[str
 def test_threads_carry_the_lanes_second_by_second_and_byte_by_byte() -> None:
     subject = subject_of()
     names = {e["tid"]: e["args"]["name"] for e in events(subject, "M") if e["name"] == "thread_name"}
-    assert list(names.values()) == ["compute", "disk read", "disk write", "updates"]
+    assert list(names.values()) == [
+        "compute",
+        *("disk read", "disk read for updates", "disk write", "disk write for updates"),
+        "updates",
+    ]
     lasting, moved, stalled = defaultdict[str, float](float), Counter[str](), defaultdict[str, float](float)
     for event in events(subject, "X"):
         lasting[names[event["tid"]]] += event["dur"] / 1e6
-        moved[names[event["tid"]]] += event["args"].get("bytes", 0)
+        moved[names[event["tid"]].removesuffix(" for updates")] += event["args"].get("bytes", 0)
         if event["cat"] == "stall":
             stalled[event["name"].removeprefix("wait for ")] += event["dur"] / 1e6
     assert moved["disk read"] == sum(subject.predicted.bytes_read.values())
