@@ -318,9 +318,7 @@ class _Lowering:
             self._draft.rise(beside, "staging", "new versions", _COMPLETING_BYTES)
 
     def _fetch_from(self, block: int, size: int) -> None:
-        """Lowers where a visit's bytes come from: the block's home, or this rank's share of it
-        there, and the other ranks.
-        """
+        """Lowers a visit's reads: from home, or from this rank's share there and the other ranks."""
         home, profiled = self._homes[block], self._profile.blocks[block]
         if home.weight_home is not Tier.DEVICE:
             here = weight_home_bytes(self._plan, self._profile, profiled)
@@ -384,9 +382,13 @@ class _Lowering:
         else:
             draft.work = work
             # Beside backward there is something to win where updates wait for copies or the disk;
-            # else they would only take backward's cores.
-            is_beside = self._travels or not is_processor(self._device)
-            draft.update_place = UpdatePlace.BESIDE if is_beside else UpdatePlace.AT_ONCE
+            # else they would only take its cores, and hold their pieces for longer.
+            if self._travels or not is_processor(self._device):
+                draft.update_place = UpdatePlace.BESIDE
+            else:
+                draft.update_place = UpdatePlace.AT_ONCE
+                draft.rise(Tier.DEVICE, "staging", "updates", self._line.peak_bytes[Tier.DEVICE])
+                self._line.wait(block)
 
     # --- computing
 
@@ -490,10 +492,7 @@ class _Lowering:
         return block in self._visiting or block not in self._shape.visiting or is_resting
 
     def _updated(self, block: int) -> list[Token]:
-        """Waits for the block's update before its device bytes go.
-
-        One on the host touches none of them: it goes on.
-        """
+        """Waits for the block's update before its bytes go; one on the host touches none of them."""
         if self._updates_on_host[block]:
             return []
         self._line.wait(block)
