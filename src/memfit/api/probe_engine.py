@@ -8,8 +8,8 @@ action's seconds are taken as a constant and a multiple of its operations: two l
 and the differences between policies, and from two microbatches, give what each of them adds. These
 differences are measured with cold caches, since the products of a layer leave none of Python's
 there.
-Seconds are those of the thread on a processor, in the fastest of many steps, since other work can
-only slow one down; not each action's least, which no step is the sum of. The processor does this on
+Seconds are those of the thread on a processor, in the middle of the faster half of many steps: other
+work can only slow one down, and no step is the sum of the least of each. The processor does this on
 any machine: beside an accelerator too, Python runs there.
 Transfers of pieces are what the thread of updates takes more than for as many pieces where the same
 blocks rest on disk.
@@ -164,7 +164,7 @@ def measure_engine(hardware: Hardware, directory: str | Path | None = None) -> M
         WorkKind.CALLS: (plain.constant + backward[None].constant) / 2,
         WorkKind.FRAMES: again.constant - keep.constant,
         WorkKind.SWITCHES: by_turns.forward - plain.constant - plain.per_operation * operations[0],
-        WorkKind.STEPS: statistics.median(rest),
+        WorkKind.STEPS: min(rest),
         WorkKind.PIECES: min(piece),
         WorkKind.PIECE_TRANSFERS: _transfer_s(hardware, directory, min(piece)),
     }
@@ -200,7 +200,7 @@ def _measure(
         job.close(restore=False)
     pieces = len(list(model.parameters()))
     # The first steps make states and warm caches.
-    found = _fastest(timelines[4:], totals[4:], pieces)
+    found = _usual(timelines[4:], totals[4:], pieces)
     halves = min(totals[4::2]), min(totals[5::2])
     return found, operations, min(1.0, max(halves) / min(halves) - 1)
 
@@ -227,17 +227,20 @@ def _transfer_s(hardware: Hardware, directory: str | Path | None, piece_s: float
     return (statistics.median(seconds[4:]) - pieces * piece_s) / transfers
 
 
-def _fastest(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:
-    fastest = totals.index(min(totals))
-    kinds: dict[str, list[float]] = {}
-    for moment in timelines[fastest].moments:
-        assert moment.busy_s is not None, "backward runs in the thread that asks for it"
-        kinds.setdefault(moment.action.split()[0], []).append(moment.busy_s)
-    # The first call and the last do other things besides.
-    forward, backward = (statistics.median(kinds[kind]) for kind in ("forward", "backward"))
-    updates = sum(kinds["update"])
-    rest = totals[fastest] - sum(kinds["forward"]) - sum(kinds["backward"]) - updates
-    return _Seconds(forward, backward, rest, updates / pieces)
+def _usual(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:
+    steps: list[_Seconds] = []
+    for timeline, total in zip(timelines, totals, strict=True):
+        kinds: dict[str, list[float]] = {}
+        for moment in timeline.moments:
+            assert moment.busy_s is not None, "backward runs in the thread that asks for it"
+            kinds.setdefault(moment.action.split()[0], []).append(moment.busy_s)
+        # The first call and the last do other things besides.
+        forward, backward = (statistics.median(kinds[kind]) for kind in ("forward", "backward"))
+        updates = sum(kinds["update"])
+        rest = total - sum(kinds["forward"]) - sum(kinds["backward"]) - updates
+        steps.append(_Seconds(forward, backward, rest, updates / pieces))
+    # Of the faster half of the steps the middle, each figure by itself.
+    return _Seconds(*(sorted(column)[len(column) // 4] for column in zip(*steps, strict=True)))
 
 
 def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
