@@ -8,7 +8,7 @@ action's seconds are taken as a constant and a multiple of its operations: two l
 and the differences between policies, and from two microbatches, give what each of them adds. These
 differences are measured with cold caches, since the products of a layer leave none of Python's
 there.
-Seconds are those of the thread on a processor, in the middle of the faster half of many steps: other
+Seconds are those of the thread on a processor, the middle of the faster half of many steps: other
 work can only slow one down, and no step is the sum of the least of each. The processor does this on
 any machine: beside an accelerator too, Python runs there.
 Transfers of pieces are what the thread of updates takes more than for as many pieces where the same

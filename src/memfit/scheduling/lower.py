@@ -318,7 +318,7 @@ class _Lowering:
             self._draft.rise(beside, "staging", "new versions", _COMPLETING_BYTES)
 
     def _fetch_from(self, block: int, size: int) -> None:
-        """Lowers a visit's reads: from home, or from this rank's share there and the other ranks."""
+        """Lowers a visit's reads: from home, or a rank's share there and the other ranks."""
         home, profiled = self._homes[block], self._profile.blocks[block]
         if home.weight_home is not Tier.DEVICE:
             here = weight_home_bytes(self._plan, self._profile, profiled)
@@ -492,7 +492,7 @@ class _Lowering:
         return block in self._visiting or block not in self._shape.visiting or is_resting
 
     def _updated(self, block: int) -> list[Token]:
-        """Waits for the block's update before its bytes go; one on the host touches none of them."""
+        """Waits for the block's update before its bytes go; one on the host touches none."""
         if self._updates_on_host[block]:
             return []
         self._line.wait(block)
