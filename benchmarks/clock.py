@@ -63,7 +63,12 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        _work(json.loads(arguments.worker), arguments.hardware, arguments.directory)
+        from memfit.core.errors import UnsupportedError
+
+        try:
+            _work(json.loads(arguments.worker), arguments.hardware, arguments.directory)
+        except UnsupportedError as error:  # a model that cannot compute in bf16, by its own code
+            print(json.dumps({"refused": str(error)}))
         return
     rng = random.Random(arguments.seed)
     cases = [draw_case(rng, index) for index in range(arguments.count)]
@@ -75,7 +80,15 @@ def main() -> None:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
-            found.append({**case, **json.loads(done.stdout.splitlines()[-1])})
+            measured = json.loads(done.stdout.splitlines()[-1])
+            if "refused" in measured:
+                print(
+                    f"{case['name']} is not measured, memfit refuses it: {measured['refused']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                continue
+            found.append({**case, **measured})
             _note_load(found)
             print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(_table(found))
@@ -172,6 +185,7 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     from memfit.allocator import install
     from memfit.core.machines import read_hardware
     from memfit.core.work_kinds import PRODUCT_KINDS
+    from memfit.job import measured_steps
     from memfit.job.saved_hardware import load_saved
     from memfit.prediction import predict
     from memfit.prediction.calibration import calibrated, fit_factors, largest_deviations
@@ -181,6 +195,8 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     if machine is None:
         raise SystemExit("run memfit probe first, with as many threads, or name a file with --hardware")
     install()
+    # A job measures its first 16 steps for itself; here they are to be as the later ones.
+    measured_steps._ALL_OF_FIRST = 0  # noqa: SLF001
     torch.manual_seed(0)
     model, batch = _model_and_batch(case)
     kind, settings = case["optimizer"]

@@ -7,8 +7,9 @@
 between two saves; a second one resumes and comes to the end. R: resident after the imports; P: peak of the plain processes. The memfit script then runs with
 `limit=` R + (P - R) / 2, in a memory cgroup of the kernel (version 1, root) of that limit; its own peak (VmHWM) must be within it too, since the kernel charges
 pages of libraries to whoever read them first. The plain script runs once more in a group that has (P - R) / 2 of room above what it holds after the imports.
-All numbers that the two print (losses, norms, evaluations) are compared exactly. Lines: of the memfit script that the plain one does not have, and the other
-way round, without looking at indentation.
+All numbers that the two print (losses, norms, evaluations) are compared exactly. Where the memfit script differs from the plain one behind the resume, a third
+plain run goes to the end without a break: a host whose own resume does not go on from where it stopped is no reference, and the table says so. Lines: of the
+memfit script that the plain one does not have, and the other way round, without looking at indentation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import common
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = (
-    "trainer", "sft", "dpo", "lora", "lightning_trainer", "accelerate_loop", "nanogpt", "vision", "vision_language",
+    "trainer", "sft", "dpo", "lora", "qlora", "lightning_trainer", "accelerate_loop", "nanogpt", "vision", "detection",
+    "vision_language", "distillation",
 )  # fmt: skip
 COMPARED = ("losses", "norms", "evaluations", "final")
 
@@ -78,15 +80,29 @@ def measure(name: str) -> dict[str, Any]:
         found |= {"resident": resident, "peak": resident + 2 * room, "limit": limit}
         found["plain_in_group"] = _run(name, base / "killed", room=room)
         ours = found["memfit"] = _both(f"{name}_memfit", base / "ours", limit=limit)
-    died = [run["died"] for run in ours if "died" in run]
-    equal = not died and all(
-        one.get(key) == other.get(key) for one, other in zip(ours, plain, strict=True) for key in COMPARED
-    )
+        died = [run["died"] for run in ours if "died" in run]
+        equal = not died and all(map(_is_equal, ours, plain))
+        if not died and not equal and _is_equal(ours[0], plain[0]):
+            unbroken = found["unbroken"] = _run(name, base / "unbroken", is_unbroken=True)
+            found["resume_is_off"] = not _is_end(plain[1], unbroken)
+            equal = found["resume_is_off"] and _is_end(ours[1], unbroken)
     within = not died and all(run["peak"] <= limit for run in ours)
     return found | {
         "equal": equal, "within": within, "plain_ends": "died" in found["plain_in_group"], "why": died[0] if died else "",
         "holds": equal and within and "died" in found["plain_in_group"] and found["lines"][0] <= 5,
     }  # fmt: skip
+
+
+def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in COMPARED)
+
+
+def _is_end(resumed: dict[str, Any], unbroken: dict[str, Any]) -> bool:
+    """Tells whether a resumed run logged what a run without a break did, as far back as it logged."""
+    if "died" in unbroken:
+        return False
+    pairs = [(resumed[key], unbroken[key]) for key in COMPARED if key in resumed]
+    return all(one == (whole[-len(one) :] if isinstance(one, list) else whole) for one, whole in pairs)
 
 
 def _both(name: str, out: Path, **group: Any) -> list[dict[str, Any]]:
@@ -97,11 +113,19 @@ def _both(name: str, out: Path, **group: Any) -> list[dict[str, Any]]:
 
 
 def _run(
-    name: str, out: Path, *, limit: int | None = None, room: int | None = None, is_resumed: bool = False
+    name: str,
+    out: Path,
+    *,
+    limit: int | None = None,
+    room: int | None = None,
+    is_resumed: bool = False,
+    is_unbroken: bool = False,
 ) -> dict[str, Any]:
-    environment = (
-        os.environ | {"SCRIPT_OUT": str(out), "OMP_NUM_THREADS": "1"} | ({"SCRIPT_RESUME": "1"} if is_resumed else {})
-    )
+    environment = os.environ | {"SCRIPT_OUT": str(out), "OMP_NUM_THREADS": "1"}
+    if is_resumed:
+        environment["SCRIPT_RESUME"] = "1"
+    if is_unbroken:
+        environment["SCRIPT_UNBROKEN"] = "1"
     if limit is not None:
         environment["SCRIPT_LIMIT"] = str(limit)
     if room is not None:
@@ -125,6 +149,12 @@ def _run(
     return {"died": f"exit {done.returncode}"}
 
 
+def _numbers(found: dict[str, Any]) -> str:
+    if not found["equal"]:
+        return "DIFFERS"
+    return "equal to the run without a break (the plain resume is not)" if "unbroken" in found else "equal"
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Returns a row for each script."""
     rows: list[list[str]] = []
@@ -138,7 +168,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         rows.append([
             name, *(common.mib(found[key]) for key in ("resident", "peak", "limit")), common.mib(max(run["peak"] for run in ours)),
             f"{max(run['step_cpu_s'] for run in plain):.2f}", f"{max(run['step_cpu_s'] for run in ours):.2f}", "{} (-{})".format(*found["lines"]),
-            "killed" if found["plain_ends"] else "TRAINS", "equal" if found["equal"] else "DIFFERS",
+            "killed" if found["plain_ends"] else "TRAINS", _numbers(found),
         ])  # fmt: skip
     heads = [
         "script", "R, MiB", "P, MiB", "limit, MiB", "memfit's peak, MiB", "plain, CPU s a step", "memfit", "lines", "plain in the group", "numbers",

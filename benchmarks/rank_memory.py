@@ -2,8 +2,10 @@
 
 A tower of linear layers under AdamW, every rank on an emulated device of its own (tensors alone
 count), 2 to 4 Gloo ranks of this machine. *Resting* is what a rank holds of weights, gradients and
-optimizer states between two steps, *step* the most at any action of a step, each as predicted for
-the rank that has most and as the allocator has counted it on the rank that had most. The closed
+optimizer states between two steps, *step* the most at any action of a step, *actions* the least and
+the most that an action was predicted over what was measured in it; each as predicted for the rank
+that has most and as the allocator has counted it on the rank and in the step that had most, the
+first one included, in which the optimizer makes its states. The closed
 form is the paper's (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", section 5 and figure 1), with 4 bytes a weight, 4 a gradient and 8 of states; in
 bf16 2, 4 (sums of gradients are fp32 here; the paper has 2) and K = 12.
@@ -16,6 +18,7 @@ Writes `benchmarks/results/rank_memory.json`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -48,11 +51,12 @@ def closed_form(psi: int, ranks: int, stage: int, precision: str) -> int:
     return sum(psi * each // (ranks if number < stage else 1) for number, each in enumerate(cut))
 
 
-def measure(rank: int, size: int, stage: int, precision: str) -> dict[str, int]:
-    """Trains some steps; returns bytes of the last one."""
+def measure(rank: int, size: int, stage: int, precision: str, k: int) -> dict[str, Any]:
+    """Trains some steps; returns bytes between two, and by action the most in any."""
     import memfit
     from distributed.training import plan_for
 
+    gc.collect()  # of the case before
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -62,24 +66,42 @@ def measure(rank: int, size: int, stage: int, precision: str) -> dict[str, int]:
         optimizer,
         lambda given, batch: (given(batch) - 0.3).square().mean(),
         rows,
-        plan=plan_for(model, size, stage, "device", 1, **more),
+        plan=plan_for(model, size, stage, "device", k, **more),
         enforce=False,
         emulate_device=True,
         allow=set() if precision == "fp32" else {"bf16"},
     )
+    measured: list[list[int]] = []
     for _ in range(STEPS):
         job.step(rows)
-    measured = job._runner.measured  # noqa: SLF001, a benchmark of what is inside
-    assert measured is not None
-    predicted, timeline = measured.prepared.timeline, measured.timeline
-    first, begun = predicted.moments[0], timeline.moments[0]
+        step = job._runner.measured  # noqa: SLF001, a benchmark of what is inside
+        assert step is not None
+        measured.append([moment.peak_bytes for moment in step.timeline.moments])
+    predicted = job._assembly.planned.prepared.timeline.moments  # noqa: SLF001
+    first = predicted[0]
     batch = first.by_category.get("transient", 0) + first.by_category.get("activation", 0)
     job.close()
     return {
         "resting predicted": first.peak_bytes - batch,
-        "resting measured": begun.peak_bytes - rows.nbytes,
-        "step predicted": max(moment.peak_bytes for moment in predicted.moments),
-        "step measured": max(moment.peak_bytes for moment in timeline.moments),
+        "resting measured": measured[-1][0] - rows.nbytes,
+        "actions": [moment.action for moment in predicted],
+        "predicted": [moment.peak_bytes for moment in predicted],
+        "measured": [max(peaks) for peaks in zip(*measured, strict=True)],
+    }
+
+
+def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The table's row: of all ranks."""
+    row = {key: max(each[key] for each in found) for key in ("resting predicted", "resting measured")}
+    predicted, measured = [
+        [max(peaks) for peaks in zip(*(each[key] for each in found), strict=True)] for key in ("predicted", "measured")
+    ]
+    over = [(a / b, name) for a, b, name in zip(predicted, measured, found[0]["actions"], strict=True)]
+    return row | {
+        "step predicted": max(predicted),
+        "step measured": max(measured),
+        "actions": [round(ratio, 5) for ratio in (min(over)[0], max(over)[0])],
+        "highest action": max(over)[1],
     }
 
 
@@ -92,15 +114,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     ranks = Ranks()
     try:
-        for precision, sizes in (("fp32", (2, 3, 4)), ("bf16", (2,))):
-            for size in sizes:
-                for stage, name in enumerate(STAGES):
-                    found = ranks.run(size, "rank_memory:measure", stage, precision, timeout_s=300.0)
-                    row = {"precision": precision, "ranks": size, "stage": name}
-                    row["closed form"] = closed_form(psi, size, stage, precision)
-                    row |= {key: max(each[key] for each in found) for key in found[0]}
-                    rows.append(row)
-                    print(row, flush=True)
+        cases = [("fp32", n, 1) for n in (2, 3, 4)] + [("fp32", 2, 3), ("bf16", 2, 1), ("bf16", 3, 1)]
+        for precision, size, k in cases:
+            for stage, name in enumerate(STAGES):
+                found = ranks.run(size, "rank_memory:measure", stage, precision, k, timeout_s=300.0)
+                row = {"precision": precision, "ranks": size, "k": k, "stage": name}
+                row["closed form"] = closed_form(psi, size, stage, precision)
+                rows.append(row | joined(found))
+                print(rows[-1], flush=True)
     finally:
         ranks.close()
     pairs = {
@@ -112,6 +133,9 @@ def main() -> None:
         name: [round(pick(row[one] / row[other] for row in rows), 4) for pick in (min, max)]
         for name, (one, other) in pairs.items()
     }
+    summary["actions, predicted over measured"] = [
+        min(row["actions"][0] for row in rows), max(row["actions"][1] for row in rows),
+    ]  # fmt: skip
     options.out.write_text(
         json.dumps({"psi": psi, "summary": summary, "rows": rows}, indent=1) + "\n", encoding="utf-8"
     )

@@ -181,16 +181,15 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     by_home = {r["with"]: r for r in rows if r["way"] == "by_memfit" and r["k"] == 4}
-    ours = by_home["device"]
     synced, unsynced = (
         next(r for r in rows if r["way"] == "by_fsdp" and r["k"] == 4 and r["with"] is s) for s in (True, False)
     )
     summary = {
-        "of FSDP2's bytes, gradients synced once": round(ours["sent"] / synced["sent"], 3),
-        "of FSDP2's bytes, synced each microbatch": round(ours["sent"] / unsynced["sent"], 3),
-        "of FSDP2's peaks": {
-            where: [round(r["peak"] / other["peak"], 3) for other in (synced, unsynced)] for where, r in by_home.items()
-        },
+        f"of FSDP2's {key}, gradients synced once and each microbatch": {
+            where: [round(r[name] / other[name], 3) for other in (synced, unsynced)] for where, r in by_home.items()
+        }
+        for key, name in (("bytes", "sent"), ("peaks", "peak"))
+    } | {
         "kernel over predicted": [
             round(r["sent"] / r["predicted"], 4) for r in rows if r["way"] == "by_memfit"
         ],

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def tick() -> bool:
         True where the first process ends, as if it was interrupted.
     """
     _ticks.append(time.process_time())
-    return not RESUME and len(_ticks) == STOP
+    return not RESUME and "SCRIPT_UNBROKEN" not in os.environ and len(_ticks) == STOP
 
 
 def told(**values: Any) -> None:
@@ -151,3 +152,27 @@ class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         drawn = torch.Generator().manual_seed(index)
         return torch.randn(3, self.side, self.side, generator=drawn), index % self.classes
+
+
+# --- a pretrained model ---------------------------------------------------------------------------
+
+
+def base() -> str:
+    """Returns the directory of a model to adapt, written by a process of its own if it is not there."""
+    directory = OUT.parent / "base"
+    if not directory.is_dir():
+        subprocess.run([sys.executable, __file__, str(directory)], check=True)
+    return str(directory)
+
+
+def _write_base(directory: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=WORDS, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
+    ).save_pretrained(directory)  # fmt: skip
+
+
+if __name__ == "__main__":
+    _write_base(sys.argv[1])

@@ -204,8 +204,8 @@ WEIGHTS = (
     Mutation(
         says="parameters that move in are freed under their copies",
         where="memfit.homes.weights:_put",
-        take="write_tensor(home, slot.offset_bytes, dense).wait()",
-        put="write_tensor(home, slot.offset_bytes, dense)",
+        take="TransferGroup(_begin_write(home, slot.offset_bytes, dense, slot.numel, slot.dtype)).wait()",
+        put="_begin_write(home, slot.offset_bytes, dense, slot.numel, slot.dtype)",
         tests=[TRAVELS.format("summed-host")],
         shows=r"unawaited|== \[\]",
         is_slow=True,
@@ -283,7 +283,7 @@ GRADIENTS = (
     ),
     Mutation(
         says="widened pieces of a gradient go home without one waiting for the other",
-        where="memfit.homes.weights:begin_write_masters",
+        where="memfit.homes.weights:_begin_write",
         take="TransferGroup(handles).wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],

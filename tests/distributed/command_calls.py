@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from memfit.cli.console import app
 
 
-def train(rank: int, size: int, steps: int, directory: str) -> tuple[int, str, list[str]]:
+def train(rank: int, size: int, steps: int, directory: str, *more: str) -> tuple[int, str, list[str]]:
     """Trains the smallest recipe; returns the exit code, what was printed, and the files of the save."""
     save = Path(directory) / "saved"
     kept = ("--store", f"{directory}/run", "--save", str(save))
-    command = ["train", "--recipe", "gpt-tiny", "--limit", "3GiB", "--steps", str(steps), *kept]
+    command = ["train", "--recipe", "gpt-tiny", "--limit", "3GiB", "--steps", str(steps), *kept, *more]
     found = CliRunner().invoke(app, command)
     return found.exit_code, found.output, sorted(path.name for path in save.iterdir())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 
 from distributed.processes import RankFailedError, Ranks
 from distributed.training import same
-from memfit.job.exporting import export_run
+from memfit.core.errors import StoreError
+from memfit.job.exporting import export_run, remove_run, verify_run
 
 GO_ON = "distributed.storing:go_on"
 LONG_S = 100.0  # longer than a test may wait: nothing here is ended by a timeout
@@ -81,6 +83,32 @@ def test_a_run_of_ranks_is_exported_whole_in_both_forms(
         load_checkpoint(loaded, checkpoint_id=tmp_path / "checkpoint")
     assert same(loaded, expected) == []
     assert same(found, {name: value for name, value in expected.items() if not name.endswith(".step")}) == []
+
+
+def test_a_run_of_ranks_is_verified_and_removed_without_its_program(ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ranks.run(2, GO_ON, str(run), 2, 3, "device", []) == [(0, [])] * 2
+    assert verify_run(run).is_whole
+    assert verify_run(run).step == 2
+    files = [path for path in sorted((run / "set-1" / "rank-1").iterdir()) if path.suffix != ".json"]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    written = largest.read_bytes()
+    largest.write_bytes(bytes(byte ^ 1 for byte in written))
+    found = verify_run(run)
+    assert {block.name.partition(":")[0] for block in found.blocks if block.damaged} == {"rank 1"}
+    assert "rank-1" in found.in_words()
+    largest.write_bytes(written)
+    # A store that was brought back alone is of another commit than the rest.
+    shutil.copytree(run / "set-1" / "rank-0", tmp_path / "old")
+    assert ranks.run(2, GO_ON, str(run), 4, 3, "device", [2, 2]) == [(2, [])] * 2
+    shutil.rmtree(run / "set-1" / "rank-0")
+    shutil.copytree(tmp_path / "old", run / "set-1" / "rank-0")
+    with pytest.raises(StoreError, match="of different commits"):
+        verify_run(run)
+    (run / "notes.txt").write_text("mine")
+    assert remove_run(run)
+    assert [path.name for path in run.iterdir()] == ["notes.txt"]
+    assert not remove_run(run)
 
 
 def test_a_run_of_ranks_is_refused_by_a_process_alone_and_the_other_way_round(ranks: Ranks, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.core.compiled_calls import CompiledShare, at_shares
-from memfit.core.errors import TierUnavailableError, UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.job import compiled_blocks
@@ -108,6 +109,22 @@ def test_verify_compares_compiled_blocks_with_plain_ones_up_to_rounding(monkeypa
     found = memfit.verify(*parts()[:2], loss, parts()[2], compile="blocks", steps=2)
     assert found.kind in ("bitwise", "rounding"), found
     assert "layer.compile()" in found.declared
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("without_measuring")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_run_that_goes_on_with_other_blocks_compiled_says_so(tmp_path: Path) -> None:
+    with memfit.fit(*parts()[:2], loss, parts()[2], compile="blocks", limit="4GiB", store=tmp_path) as job:
+        job.step(parts()[2])
+    with memfit.fit(*parts()[:2], loss, parts()[2], compile="blocks", limit="4GiB", store=tmp_path) as job:
+        assert job.reason.count("Compiled:") == 1
+        job.step(parts()[2])
+    with (
+        pytest.warns(MemfitWarning, match="had 3 blocks compiled, and goes on with 0"),
+        memfit.fit(*parts()[:2], loss, parts()[2], limit="4GiB", store=tmp_path) as job,
+    ):
+        assert "Compiled:" not in job.reason and job.steps == 2
 
 
 def test_what_gains_nothing_or_takes_more_memory_stays_plain() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -374,32 +375,47 @@ def test_published_models_train_alike_from_disk(build: Callable[[], Any]) -> Non
     assert departures == ()
 
 
-def test_accelerates_loop_runs_unchanged() -> None:
+@pytest.mark.parametrize("name", ["plain", "scaled", "scaled and without states"])
+def test_accelerates_loop_runs_unchanged(name: str) -> None:
+    """Scaled: with the `GradScaler` of mixed_precision="fp16", for which Accelerate keeps the optimizer's step from before `fit`."""
     accelerate = pytest.importorskip("accelerate")
+
+    def run_of() -> Run:
+        run = Run.new()
+        if "without states" in name:
+            run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-2)
+            run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.9**step)
+        for kind in ("pre", "post"):
+            getattr(run.optimizer, f"register_step_{kind}_hook")(lambda *_, kind=kind: run.log.append(kind))
+        return run
 
     def train(model: Any, optimizer: Any, scheduler: Any, accelerator: Any, log: list[Any]) -> None:
         for index in range(6):
             with accelerator.accumulate(model):
-                loss = loss_of(model, batch(index))
-                accelerator.backward(loss)
+                # Dynamic padding: no two batches of a window are as long.
+                loss = loss_of(model, batch(index, length=5 - index % 3))
+                # One step whose gradients overflow, and which the scaler passes over.
+                accelerator.backward(loss * float("inf") if name != "plain" and index == 3 else loss)
                 if accelerator.sync_gradients:
-                    log.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                    log.append(repr(accelerator.clip_grad_norm_(model.parameters(), 0.5).item()))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            log.append(loss.item())
+            log.append((loss.item(), optimizer.step_was_skipped))
 
     def prepared(run: Run) -> Any:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        if name != "plain":
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         return accelerator, accelerator.prepare(run.model, run.optimizer, run.scheduler)
 
-    theirs = Run.new()
+    theirs = run_of()
     accelerator, (model, optimizer, scheduler) = prepared(theirs)
     torch.manual_seed(5)
     train(model, optimizer, scheduler, accelerator, theirs.log)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
-    ours = Run.new()
+    ours = run_of()
     accelerator, (model, optimizer, scheduler) = prepared(ours)
     with memfit.fit(model, ours.optimizer, loss_of, batch(0), plan=PLANS["gradients on disk"], lines=True) as job:
         torch.manual_seed(5)
@@ -516,6 +532,33 @@ def test_a_frozen_teacher_rests_beside_what_it_teaches(tmp_path: Any, *, by_line
     saved = Words()
     memfit.fit(saved, torch.optim.AdamW(saved.parameters()), loss_of, batch(0), weights=tmp_path).close()
     assert all(map(torch.equal, saved.parameters(), theirs.trained.parameters()))
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_an_empty_student_and_an_empty_teacher_get_their_values(tmp_path: Any, *, from_files: bool) -> None:
+    """Of their own initialisation; with `weights=`, which is of the student, the teacher does."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(160, 160), nn.Linear(160, 160))  # large enough to have no bytes
+
+    def distilled(both: Any, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = both.teacher(values)
+        return (both(values) - taught).square().mean()
+
+    def built(make: Callable[[Callable[[], nn.Module]], nn.Module]) -> Any:
+        torch.manual_seed(1)
+        student, teacher = make(build), make(build)
+        return memfit.WithFrozen(student, teacher=teacher.requires_grad_(requires_grad=False))
+
+    values, theirs, ours = torch.ones(2, 160), built(lambda b: b()), built(memfit.empty)
+    if from_files:
+        nn.init.eye_(theirs.trained[0].weight)
+        safetensors.torch.save_file(theirs.trained.state_dict(), tmp_path / "model.safetensors")
+    loss = distilled(theirs, values)
+    optimizer = torch.optim.AdamW(ours.trained.parameters())
+    with memfit.fit(ours, optimizer, distilled, values, weights=tmp_path if from_files else None) as job:
+        assert job.step(values).loss == loss.item()
 
 
 def test_a_frozen_model_that_would_train_is_refused() -> None:

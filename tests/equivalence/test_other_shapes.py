@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memfit
+from equivalence.line_loops import BLOCKS, WIDTH, WORDS, Run, Words, batch, check_equal, loss_of
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import BlockPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.job.preparing import prepare
@@ -64,3 +67,42 @@ def test_another_shape_leaves_the_reserve_of_a_process_free_as_the_sample_does(m
         monkeypatch.setattr(machine.hard_limit, "armed_bytes", peak + machine.reserve_bytes())
         assert job.step(other).rows == 128
         monkeypatch.undo()
+
+
+def _untied() -> Words:
+    """Without dropout, whose draws are each microbatch's own, and without a weight of two uses."""
+    model = Words()
+    model.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+    for layer in model.layers:
+        layer.dropout = torch.nn.Identity()
+    return model
+
+
+def test_behind_some_lengths_of_a_bucket_no_other_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some: ten, here three, of which the sample's is one."""
+    monkeypatch.setattr("memfit.job.buckets.ENOUGH", 3)
+    lengths = [16, 5, 9, 3, 12, 1, 17, 5]
+    ours, theirs = Run.new(_untied), Run.new(_untied)
+    for index, length in enumerate(lengths):
+        for part in batch(index, length=length).split(1):
+            share = loss_of(theirs.model, part) / 2
+            share.backward()
+        theirs.optimizer.step()
+        theirs.optimizer.zero_grad()
+    homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+    kinds = (Saved.KEEP, Saved.OFFLOAD, Saved.RECOMPUTE, Saved.SELECT, Saved.KEEP)
+    given = Plan(
+        blocks=dict.fromkeys(BLOCKS, homes), calls=tuple(CallPlan(saved=kind) for kind in kinds), microbatches=2
+    )
+    traced: list[int] = []
+
+    def noted(setup: Any, plan: Plan, sample: Any, **options: Any) -> Any:
+        traced.append(sample.shape[1])
+        return prepare(setup, plan, sample, **options)
+
+    monkeypatch.setattr("memfit.job.preparing.prepare", noted)
+    with memfit.fit(ours.model, ours.optimizer, loss_of, batch(0, length=16), plan=given) as job:
+        found = [job.step(batch(index, length=length)) for index, length in enumerate(lengths)]
+    assert traced == [5, 9, 17]  # the last is longer than all
+    assert not any(result.departures for result in found)
+    check_equal(ours, theirs)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.api.advise import advise
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
@@ -84,10 +86,9 @@ def ours(model: nn.Module, shares: Sequence[float] | None, **given: Any) -> tupl
     sample = memfit.Parts(windows[0], shares)
     with memfit.fit(model, optimizer_of(model), mean_square, sample, **given) as job:
         torch.manual_seed(7)
-        told = [
-            job.step(memfit.Parts(window, None if shares is None else shares[: len(window)])).loss for window in windows
-        ]
-        return model, told, job.reason
+        told = [job.step(memfit.Parts(window, None if shares is None else shares[: len(window)])) for window in windows]
+        assert [result.rows for result in told] == [10, 10, 9]
+        return model, [result.loss for result in told], job.reason
 
 
 def check_equal(found: tuple[Any, list[float], str], expected: tuple[nn.Module, list[float]]) -> None:
@@ -140,6 +141,95 @@ def test_a_chosen_plan_is_exact_and_says_which_way_the_parts_go(options: dict[st
     assert "Numerics: exact" in found[2]
 
 
+def summed(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return (model(batch["values"]) - batch["target"]).square().sum(), torch.tensor(float(batch["values"].numel()))
+
+
+def test_parts_of_a_loss_that_counts_of_bf16_and_with_hooks_behind_fit() -> None:
+    """Checks of a first batch look at one part, which is cut between its rows: parts are not one batch."""
+    windows = steps_of()
+    expected = plain(Tower(), None, None)
+    model = Tower()
+    with memfit.fit(model, optimizer_of(model), summed, memfit.Parts(windows[0]), limit="4GiB") as job:
+        count = sum(part["values"].numel() for part in windows[0])
+        whole = sum(float(summed(Tower(), part)[0].detach()) for part in windows[0]) / count
+        assert job.step(memfit.Parts(windows[0])).loss == pytest.approx(whole, rel=1e-5)
+    with pytest.raises(UsageError, match="its first is no sum"):
+        memfit.fit(
+            model,
+            optimizer_of(model),
+            lambda model, batch: (mean_square(model, batch), torch.tensor(float(len(batch["values"])))),
+            memfit.Parts(windows[0]),
+        )
+    plan = Plan(microbatches=3, order=Order.MICROBATCH_MAJOR, compute_dtype=ComputeDtype.BFLOAT16)
+    with memfit.fit(
+        model, optimizer_of(model), mean_square, memfit.Parts(windows[0]), plan=plan, allow={"bf16"}
+    ) as job:
+        assert job.step(memfit.Parts(windows[0])).is_finite
+    model = Tower()
+    with memfit.fit(model, optimizer_of(model), mean_square, memfit.Parts(windows[0]), limit="4GiB") as job:
+        seen: list[Any] = []
+        model.last.register_forward_hook(lambda *_: None if memfit.is_tracing() else seen.append(1))
+        for window in windows:
+            job.step(memfit.Parts(window))
+    check_equal((model, expected[1], ""), expected)
+    assert len(seen) == sum(map(len, windows))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_meets_what_it_meets_in_a_loop(kind: str) -> None:
+    def hook(gradient: Any) -> Any:
+        held = gradient.grad if kind == "register_post_accumulate_grad_hook" else gradient
+        if held is gradient:
+            return held.clamp(-1e-3, 1e-3)
+        held.clamp_(-1e-3, 1e-3)
+        return None
+
+    def hooked() -> Tower:
+        tower = Tower()
+        getattr(tower.layers[1].get_submodule("0").weight, kind)(hook)
+        return tower
+
+    found = ours(hooked(), None, limit="4GiB")
+    check_equal(found, plain(hooked(), None, None))
+    assert "a hook is on a gradient" in found[2]
+    with pytest.raises(PlanError, match="a hook reads the gradient of 'layers.1.0.weight'"):
+        ours(hooked(), None, plan=plan_of(Order.LAYER_MAJOR))
+
+
+def test_parts_that_draw_numbers_after_a_sample_that_did_not_go_one_after_the_other() -> None:
+    """A step layer by layer takes no numbers from the loop's generator, and one whose parts draw runs in their order."""
+
+    def noisy(model: Any, batch: Any) -> Tensor:
+        values = model(batch["values"])
+        return torch.nn.functional.dropout(values, 0.5 if len(values) == 4 else 0.0).square().mean()
+
+    windows = steps_of()
+    plain_model, model = Tower(), Tower()
+    optimizer = optimizer_of(plain_model)
+    torch.manual_seed(7)
+    for window in windows:
+        optimizer.zero_grad()
+        for part in window:
+            noisy(plain_model, part).backward()
+        optimizer.step()
+    plan = plan_of(Order.LAYER_MAJOR)
+    with memfit.fit(model, optimizer_of(model), noisy, memfit.Parts(windows[0]), plan=plan) as job:
+        torch.manual_seed(7)
+        for window in windows:
+            job.step(memfit.Parts(window))
+    check_equal((model, [], ""), (plain_model, []))
+
+
+def test_verify_advise_and_profile_take_parts() -> None:
+    model, sample = Tower(), memfit.Parts(steps_of()[0], (0.5, 0.3, 1 / 7))
+    asked: tuple[Any, ...] = (model, optimizer_of(model), mean_square, sample)
+    assert memfit.verify(*asked, limit="4GiB", steps=2).kind == "bitwise"
+    found = advise(*asked, limit="4GiB")
+    assert found.plan.microbatches == 3 and "The 3 parts" in found.reason
+    assert memfit.profile(*asked).own_parts == 3
+
+
 def test_what_parts_do_not_go_with_is_named() -> None:
     window = steps_of()[0]
     model = Tower()
@@ -153,6 +243,17 @@ def test_what_parts_do_not_go_with_is_named() -> None:
             memfit.fit(model, optimizer_of(model), mean_square, memfit.Parts(window), **given)
     with pytest.raises(UsageError, match="2 numbers for 3 batches"):
         memfit.Parts(window, (0.5, 0.5))
+    wrong: list[Any] = [torch.zeros(2), {"values": 1}, iter(window), [memfit.Parts(window)]]
+    for batches in wrong:
+        with pytest.raises(UsageError, match="takes a list of batches"):
+            memfit.Parts(batches)
+    with pytest.raises(UsageError, match="fails on the largest of the parts: 'target'"):
+        memfit.fit(
+            model, optimizer_of(model), mean_square, memfit.Parts([{"values": part["values"]} for part in window])
+        )
+    for shares in ("abc", 0.5):
+        with pytest.raises(UsageError, match="takes a number for each batch"):
+            memfit.Parts(window, shares)  # type: ignore[arg-type]
     with (
         memfit.fit(model, optimizer_of(model), mean_square, window[0]) as job,
         pytest.raises(UsageError, match="give memfit.fit such a sample"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from faults.small_run import adamw, build
 from faults.test_export import train
 from memfit.cli import app
-from memfit.core.errors import UsageError
+from memfit.core.errors import StoreError, UsageError
 from memfit.files import dcp
 from memfit.job.exporting import export_run
 
@@ -58,6 +59,45 @@ def test_torch_loads_weights_buffers_states_and_settings_of_a_run(
     for (name, p), q in zip(trained.named_parameters(), plain.named_parameters(), strict=True):
         for key, value in trained_optimizer.state[p].items():
             assert torch.equal(value, optimizer.state[q[1]][key]), (name, key)
+
+
+@pytest.mark.parametrize("room", [0, 5000, 60_000])
+def test_a_disk_that_fills_up_is_told_wherever_it_does(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's serializer, in C++, tells of a failed write by an error of its own."""
+    train("tied-and-frozen", "resident", tmp_path / "run", until=1)
+    opened = Path.open
+
+    class Full:
+        left = room
+
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def write(self, data: Any) -> int:
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.stream.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stream, name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.stream.close()
+
+    def open_full(self: Path, mode: str = "r", *args: Any, **given: Any) -> Any:
+        found = opened(self, mode, *args, **given)
+        return Full(found) if self.suffix == ".distcp" else found
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        export_run(tmp_path / "run", tmp_path / "out", form="dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_directory_with_files_and_an_unknown_form_are_refused(tmp_path: Path) -> None:

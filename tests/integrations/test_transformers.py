@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import memfit
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
@@ -110,12 +110,12 @@ def train(
     arguments_of: Any = TrainingArguments,
     allow: Collection[str] = (),
     frozen: Any = None,
+    mode: str = "lines",
     **given: Any,
 ) -> Any:
     rows = Rows() if data is None else data
-    options = (
-        {"memfit": {"plan": plan, "allow": allow, "frozen": frozen or {}}} if issubclass(kind, MemfitMixin) else {}
-    )
+    wishes = {"plan": plan, "allow": allow, "frozen": frozen or {}, "mode": mode}
+    options = {"memfit": wishes} if issubclass(kind, MemfitMixin) else {}
     trainer = kind(
         build(), arguments(directory, arguments_of, **given), train_dataset=rows, eval_dataset=Rows(4, is_class=rows.is_class),
         callbacks=callbacks, **options,
@@ -147,6 +147,58 @@ def check_equal(ours: Any, theirs: Any) -> None:
 def test_a_trainer_is_bitwise_itself(plan: Plan | None, given: dict[str, Any], tmp_path: Path) -> None:
     given = {"save_strategy": "no", **given}
     check_equal(train(MemfitTrainer, tmp_path, plan=plan, **given), train(Trainer, tmp_path, **given))
+
+
+def undropped() -> Any:
+    """Layer by layer parts would draw in another order."""
+    found = llama()
+    found.config.attention_dropout = 0.0
+    for layer in found.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    return found
+
+
+def test_collected_windows_are_bitwise_themselves_and_bring_weights_once(tmp_path: Path) -> None:
+    """With a save, and what goes on from it."""
+    plan = replace(homes(LAYERS), microbatches=2)
+    theirs = train(Trainer, tmp_path / "plain", undropped)
+    ours = train(MemfitTrainer, tmp_path / "ours", undropped, plan=plan, mode="collected")
+    lines = train(MemfitTrainer, tmp_path / "lines", undropped, plan=homes(LAYERS))
+    assert sum(ours.job.bytes_moved[0].values()) < sum(lines.job.bytes_moved[0].values())
+    lines.close()
+    check_equal(ours, theirs)
+    resume = str(tmp_path / "ours" / "checkpoint-2")
+    check_equal(train(MemfitTrainer, tmp_path / "then", undropped, plan=plan, mode="collected", resume=resume), theirs)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_collected_windows_that_draw_and_end_short(max_grad_norm: float, tmp_path: Path) -> None:
+    """One part after the other, as the planner has it for dropout; losses that the host divides by the window's length. Without
+    clipping there is no norm to log.
+    """
+    given: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "save_strategy": "no",
+        "max_grad_norm": max_grad_norm,
+    }
+    rows = Rows(9, is_class=True)
+    ours = train(MemfitTrainer, tmp_path, bert, rows, mode="collected", **given)
+    theirs = train(Trainer, tmp_path, bert, rows, **given)
+    if not max_grad_norm:
+        for entry in theirs.state.log_history:
+            entry.pop("grad_norm", None)
+    check_equal(ours, theirs)
+
+
+def test_what_collected_windows_do_not_go_with_is_named(tmp_path: Path) -> None:
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="Looks looks at gradients"):
+        train(MemfitTrainer, tmp_path, callbacks=[Looks()], mode="collected")
+    with pytest.raises(UsageError, match="'mode': 'collect'"):
+        train(MemfitTrainer, tmp_path, mode="collect")
 
 
 def test_short_last_windows_and_batches_are_served(tmp_path: Path) -> None:
@@ -372,6 +424,22 @@ def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None
     check_equal(train(OursDistilling, tmp_path / "then", plan=plan, frozen={"teacher": teacher}, resume=resume), theirs)
 
 
+def test_frozen_models_are_given_back_where_fit_refuses_and_shared_weights_go_on_training(tmp_path: Path) -> None:
+    teacher, student = llama(), llama()
+
+    def train_with(options: dict[str, Any]) -> None:
+        MemfitTrainer(student, arguments(tmp_path, eval_strategy="no"), train_dataset=Rows(), memfit=options).train()
+
+    options: dict[str, Any] = {"limit": "10MiB", "frozen": {"teacher": teacher}}
+    with pytest.raises(DoesNotFitError):
+        train_with(options)
+    assert all(p.requires_grad for p in teacher.parameters())
+    teacher.model.embed_tokens.weight = student.model.embed_tokens.weight
+    with pytest.raises(UsageError, match=r"teacher.model.embed_tokens.weight would train"):
+        train_with(options)
+    assert all(p.requires_grad for p in (*teacher.parameters(), *student.parameters()))
+
+
 def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
@@ -381,12 +449,16 @@ def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:
         return peft.get_peft_model(found, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
     plan = homes([f"base_model.model.{name}" for name in LAYERS])
-    theirs = train(Trainer, tmp_path / "plain", adapted)
-    ours = train(MemfitTrainer, tmp_path / "ours", adapted, plan=plan)
+    given: dict[str, Any] = {"load_best_model_at_end": True, "learning_rate": 0.5}
+    theirs = train(Trainer, tmp_path / "plain", adapted, **given)
+    ours = train(MemfitTrainer, tmp_path / "ours", adapted, plan=plan, **given)
+    assert ours.state.best_global_step == theirs.state.best_global_step < theirs.state.global_step
     check_equal(ours, theirs)
-    saved = tmp_path / "ours" / "checkpoint-4"
+    saved = Path(ours.state.best_model_checkpoint)
     assert not (saved / "model.safetensors").exists()
-    again = train(MemfitTrainer, tmp_path / "then", adapted, plan=plan, resume=str(tmp_path / "ours" / "checkpoint-2"))
+    again = train(
+        MemfitTrainer, tmp_path / "then", adapted, plan=plan, resume=str(tmp_path / "ours" / "checkpoint-2"), **given
+    )
     check_equal(again, theirs)
     loaded: Any = peft.PeftModel.from_pretrained(llama(), saved)
     weights: dict[str, Tensor] = dict(theirs.model.named_parameters())
@@ -419,7 +491,7 @@ def test_the_methods_that_are_relied_upon_have_their_signatures() -> None:
         for name in (
             "_move_model_to_device", "train", "get_batch_samples", "evaluation_loop", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler",
             "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "compute_loss", "_prepare_inputs",
-            "compute_loss_context_manager",
+            "compute_loss_context_manager", "training_step",
         )
     }  # fmt: skip
     assert found == {
@@ -436,4 +508,5 @@ def test_the_methods_that_are_relied_upon_have_their_signatures() -> None:
         "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
         "_prepare_inputs": ["inputs"],
         "compute_loss_context_manager": [],
+        "training_step": ["model", "inputs", "num_items_in_batch"],
     }

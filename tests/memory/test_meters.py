@@ -98,7 +98,7 @@ def test_a_system_without_proc_is_told_so(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(path: Path, *arguments: object, **options: object) -> str:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "write_text", refuse)
     monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(TierUnavailableError, match="/proc"):

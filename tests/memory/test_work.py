@@ -62,7 +62,9 @@ def test_a_layer_counts_products_by_their_smallest_size_and_functions_by_element
         *backward,
     }
     assert forward[WorkKind.NORMALIZED] == forward[WorkKind.FUNCTIONS] == ROWS * HIDDEN
-    assert backward[WorkKind.NORMALIZED_BACKWARD] == backward[WorkKind.FUNCTIONS] == ROWS * HIDDEN
+    assert backward[WorkKind.NORMALIZED_BACKWARD] == ROWS * HIDDEN
+    # A GELU's backward takes twice its forward.
+    assert backward[WorkKind.FUNCTIONS] == 2 * ROWS * HIDDEN
     # Gradients of biases are sums over rows, of as many bytes as they read and write.
     assert backward[WorkKind.REDUCED] == 4 * (ROWS + 1) * (WIDTH + HIDDEN)
 
@@ -228,12 +230,13 @@ def test_short_attention_in_bf16_counts_its_rows_in_backward(places: int, dtype:
     found = summed((work, 1.0) for call in trace.calls for work in (call.forward_work, call.backward_work))
     amounts = dict(found)
     is_half = dtype is torch.bfloat16
-    flops = 4.0 * 3 * 2 * places * places * 16
-    assert amounts[WorkKind.HALF_ATTENTION if is_half else WorkKind.ATTENTION] == flops
+    # Few places count as more: blocks that are not full take as long as 24 places besides.
+    flops = 4.0 * 3 * 2 * places * (places + 24) * 16
+    assert amounts[WorkKind.HALF_ATTENTION if is_half else WorkKind.ATTENTION] == pytest.approx(flops)
     if is_half and places < 192:
         assert (
             amounts[WorkKind.HALF_ATTENTION_ROWS] == 3 * 2 * places and WorkKind.HALF_ATTENTION_BACKWARD not in amounts
         )
     else:
         backward = WorkKind.HALF_ATTENTION_BACKWARD if is_half else WorkKind.ATTENTION_BACKWARD
-        assert amounts[backward] == 2.5 * flops and WorkKind.HALF_ATTENTION_ROWS not in amounts
+        assert amounts[backward] == pytest.approx(2.5 * flops) and WorkKind.HALF_ATTENTION_ROWS not in amounts

@@ -14,6 +14,7 @@ import memfit
 from equivalence import zoo
 from memfit.api import advise as advice_module
 from memfit.api.advise import Advice, advise
+from memfit.api.choosing_in_room import choose_in_room
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
@@ -25,6 +26,7 @@ from memfit.core.tiers import Tier
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
 from memfit.job import described
 from memfit.job.problem import Problem
+from memfit.planning.refusals import Refusal
 
 MACHINE = Hardware(
     device="cpu",
@@ -245,3 +247,19 @@ def test_a_job_under_a_technique_trains_as_plain_pytorch_does(name: str, tmp_pat
         assert [job.step(rows).loss for _ in range(3)] == expected
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_refusal_names_a_limit_that_holds_what_the_search_took_of_the_process() -> None:
+    """A search that finds a plan takes as much, and is measured when it has ended."""
+    held = [100 << 20]
+
+    def budget(*_: object) -> Budget:
+        return Budget(limit_bytes=1 << 20, base_bytes=held[0], reserve_bytes=0)
+
+    def choose(_: Profile, room: Budget) -> Any:
+        held[0] += 7 << 20
+        raise Refusal(budget=room, peak_bytes=50 << 20, plan="p", report="", advice=(), varies=True).error()
+
+    with pytest.raises(DoesNotFitError) as caught:
+        choose_in_room(None, budget, choose)  # type: ignore[arg-type]
+    assert caught.value.smallest_limit_bytes == (100 + 7 + 50 + 4) << 20

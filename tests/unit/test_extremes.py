@@ -86,6 +86,11 @@ def test_questions_without_an_answer_are_refused(parts: tuple[Any, Any, Any]) ->
         find_largest(*parts, batch, step_seconds=1e-9, **card)
     with pytest.raises(DoesNotFitError):
         find_largest(*parts, batch, limit=64 * MIB + 1024, **card)
+    for wrong in ({"start": 2.5}, {"start": 0}, {"at_most": 0}):
+        with pytest.raises(UsageError, match="give integers"):
+            find_largest(*parts, batch, limit=LIMIT, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give the seconds"):
+        find_largest(*parts, batch, step_seconds="2")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="every size fits"):
         find_largest(*parts, batch)
     with pytest.raises(UsageError, match="no limit makes it faster"):

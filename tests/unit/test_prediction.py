@@ -449,7 +449,10 @@ def test_a_size_that_was_not_traced_is_refused() -> None:
 
 
 CALL_S = 1e-4
-FREE = (WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES, WorkKind.PIECE_TRANSFERS)
+FREE = (
+    WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.VISITS, WorkKind.VISITED, WorkKind.PIECES,
+    WorkKind.PIECE_TRANSFERS,
+)  # fmt: skip
 
 
 def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
@@ -494,6 +497,29 @@ def test_a_fetch_ahead_hides_behind_compute_and_a_late_one_does_not() -> None:
     assert late.stalls_s["fetch"] == pytest.approx(LAYERS * flops_s / 2)
     # Only the first is waited for, less the embedding's time: it has nothing but overhead to hide behind.
     assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - CALL_S)
+
+
+def test_a_visit_takes_time_of_the_main_thread_while_its_bytes_come() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(blocks={f"h.{i}": replace(DISK, state_home=Tier.DEVICE) for i in range(LAYERS)}, prefetch=0)
+    schedule = build_forward(plan, profile, 1)
+    fast = machine(disk=1e24)
+    block_s, tensor_s = 3e-4, 2e-5
+    slowed = replace(
+        fast, rates={**fast.rates, WorkKind.VISITS: Rate(1 / block_s), WorkKind.VISITED: Rate(1 / tensor_s)}
+    )
+    step = lower(schedule, plan, profile)
+    tensors = len(list(profile.block("h.0").parameters))
+    visit_s = block_s + tensors * tensor_s
+    assert predict(step, slowed).seconds - predict(step, fast).seconds == pytest.approx(LAYERS * visit_s)
+    # A fetch that takes less is not waited for.
+    bytes_s = flat_weight_bytes(profile.block("h.0")) / (visit_s / 2)
+    link = Link(read_bytes_per_s=bytes_s, write_bytes_per_s=bytes_s)
+    slow_disk = replace(slowed, tiers={**slowed.tiers, Tier.DISK: replace(slowed.tiers[Tier.DISK], link=link)})
+    assert predict(step, slow_disk).stalls_s.get("fetch", 0.0) == 0.0
+    # An accelerator's host is ahead of it.
+    beside = lower(schedule, plan, profile, device="cuda")
+    assert not any(kind in (WorkKind.VISITS, WorkKind.VISITED) for o in beside for kind, _ in o.work)
 
 
 def test_stalls_and_compute_add_up_to_the_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,24 @@ def test_rates_that_are_none_are_refused_by_name(tmp_path: Path, change: dict[st
     raw = json.loads(probing.probe(here(), tmp_path / "homes").to_json()) | change
     with pytest.raises(UsageError, match=said):
         Hardware.from_json(json.dumps(raw))
+
+
+def test_rates_of_the_engine_explain_all_that_was_measured() -> None:
+    taken = {kind: 1e-6 * (index + 2) ** 2 for index, kind in enumerate(probe_engine.EXPLAINED)}
+    draw = random.Random(3)
+    actions: list[tuple[dict[str, float], float]] = []
+    for _ in range(24):
+        amounts = {str(kind): float(draw.randrange(0, 60)) for kind in taken} | {"parts": float(draw.randrange(1, 4))}
+        seconds = sum(amounts[str(kind)] * s for kind, s in taken.items()) + amounts["parts"] * 3e-5
+        actions.append((amounts, seconds))
+    found, spread = probe_engine.explained(actions)
+    assert found == pytest.approx(taken, rel=1e-6)
+    assert spread == 0.1  # the least that is told
+    # Actions that other work disturbed move no rate.
+    disturbed = [(amounts, seconds * (1.8 if i % 8 == 0 else 1.0)) for i, (amounts, seconds) in enumerate(actions)]
+    found, spread = probe_engine.explained(disturbed)
+    assert found == pytest.approx(taken, rel=0.2)
+    assert spread == 0.1
+    # Where all are, the spread says so.
+    noisy = [(amounts, seconds * draw.uniform(0.5, 1.5)) for amounts, seconds in actions]
+    assert probe_engine.explained(noisy)[1] > 0.1

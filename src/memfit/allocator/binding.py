@@ -106,31 +106,35 @@ class Allocator:
         """Starts both peaks again at what is live and mapped now."""
         self._library.memfit_reset_peak(_index(ledger))
 
-    def watch(self) -> None:
-        """Starts a second peak of the device's ledger at what is live now; those of `stats` stay.
-        There is one: who watches inside of another's watch ends it.
+    def watch(self, ledger: Ledger = "device") -> None:
+        """Starts a second peak of a ledger at what is live now; those of `stats` stay.
+        There is one a ledger: who watches inside of another's watch ends it.
         """
-        self._library.memfit_watch(_LEDGERS["device"])
+        self._library.memfit_watch(_index(ledger))
 
-    def watched_peak_bytes(self) -> int:
-        """Returns the most live bytes of the device's ledger since `watch`."""
-        return int(self._library.memfit_watched_peak(_LEDGERS["device"]))
+    def watched_peak_bytes(self, ledger: Ledger = "device") -> int:
+        """Returns the most live bytes of a ledger since `watch`."""
+        return int(self._library.memfit_watched_peak(_index(ledger)))
 
-    def hidden_bytes(self, run: Callable[[], object]) -> int:
+    def hidden_bytes(self, run: Callable[[], object], ledger: Ledger = "device") -> int:
         """Runs an operation, and tells the most bytes that were live meanwhile above what is live
         after it, with its result held.
 
         The peaks of `stats` and those who reset them are not disturbed. What other threads allocate
         meanwhile is counted with it.
+
+        Args:
+            run: runs it.
+            ledger: that its allocations are counted in.
         """
-        self.watch()
+        self.watch(ledger)
         # Between the two calls other threads' allocations count too: nothing else may run that
         # should not be in the figure.
         result = run()
         # Before the result goes: what the operation freed inside itself lies between the two
         # figures.
-        peak = self.watched_peak_bytes()
-        left = self.stats().live_bytes
+        peak = self.watched_peak_bytes(ledger)
+        left = self.stats(ledger).live_bytes
         del result
         return max(0, peak - left)
 

@@ -17,8 +17,10 @@ from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_ba
 from memfit.api.explaining import AskedPlan, explain_choice, explain_plan
 from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked, plan_of_one_batch, whole_by_lines
+from memfit.api.parts_plan import check_parts_alone, told_of_road
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Cut, UserSplit
+from memfit.batches.parts import ByParts, Parts
 from memfit.core.aliases import own_allowances
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
@@ -33,8 +35,9 @@ from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
 from memfit.job.described import PlannedFor, plan_for
-from memfit.job.few_bits import encodes_states
+from memfit.job.few_bits import encodes_states, encoding_bytes
 from memfit.job.machine import device_of
+from memfit.job.operation_trials import workspaces_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, beside, check_arguments, check_precision, driver_of
@@ -226,6 +229,7 @@ def ask(
         check_asked(
             max_grad_norm=max_grad_norm, weight=None, split=split, on_breach="error", scheme=scheme, plan=given_plan
         )
+    check_parts_alone(sample, lines=lines, split=split, weight=None, ranks=ranks > 1)
     problem = Problem(
         model=model,
         loss=loss,
@@ -247,8 +251,10 @@ def ask(
         host_limit=host_limit,
         disk_limit=disk_limit,
         is_emulated=emulate_device,
+        encoding_bytes=encoding_bytes(model, allow),
     )
     if planned.here is not None:
+        problem = replace(problem, workspaces=workspaces_of(planned.here))
         tries = tries_permissions and given.plan is None
         stated = measured or probe(
             planned.here,
@@ -264,7 +270,7 @@ def ask(
         clips_norm=max_grad_norm is not None or lines,
         load_bytes=planned.load_bytes,
         scheme=(scheme or "generations") if is_committed else None,
-        checks_split=not lines,
+        checks_split=not lines and not isinstance(sample, Parts),
         numerics=numerics,
         commits=commits_a_step(durability or "step") if is_committed else 0.0,
         has_lines=lines,
@@ -337,7 +343,8 @@ class Asked:
             return keeps_batch_whole(self._problem, sample, found, self._budget(found), self.hardware, machine, own)
 
         # What is explained is asked for smaller limits too.
-        asked = self.traced(None if explains or wanted.has_lines else suffices)
+        has_parts = isinstance(sample, Parts)
+        asked = self.traced(None if explains or wanted.has_lines or has_parts else suffices)
         first, budget = asked.first, self._budget(asked.first)
         found = choose(asked.problem, sample, first, budget, self.hardware, machine, asked.wanted, asked.traces)
         return self.advice_of(found, explain_choice(asked, found) if explains else None)
@@ -356,7 +363,7 @@ class Asked:
             budget=self._budget,
             hardware=self.hardware,
             machine=self.planned.machine,
-            wanted=replace(self.wanted, may_split=first.may_split or self.wanted.has_lines),
+            wanted=replace(self.wanted, may_split=first.may_split or self.wanted.has_lines or bool(first.own_parts)),
         )
 
     def over_ranks(self, ranks: int) -> Advice:
@@ -413,6 +420,8 @@ class Asked:
         if self.wanted.has_lines:
             plan = plan_of_one_batch(plan)
             reason += " It was priced for a loop that runs two batches back before each update."
+        if chosen.profile.own_parts:
+            reason += told_of_road(plan, chosen.profile)
         return Advice(
             plan=plan,
             reason=f"{reason} {declared.sentence()}",
@@ -434,6 +443,8 @@ class Asked:
         return beside_loop(budget, counts_process=planned.machine.counts_process) if self.wanted.has_lines else budget
 
     def _ways(self) -> list[Cut]:
+        if isinstance(self._sample, Parts):
+            return [ByParts()]
         if self.wanted.has_lines:
             return [whole_by_lines()]
         return self._problem.ways(self._sample, self._split)
@@ -443,6 +454,9 @@ class Asked:
         profile.
         """
         *ways, whole = self._ways()
+        if isinstance(self._sample, Parts):
+            cut = replace(self._problem, cut=whole)
+            return cut, cut.profile(self._sample, cut.counts(self._sample), chunk_tokens=None)
         for way in ways:
             cut = replace(self._problem, cut=way)
             try:

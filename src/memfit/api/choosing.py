@@ -9,7 +9,7 @@ the smallest limit that would do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -48,8 +48,6 @@ _SURELY_LESS = 0.8
 # Mixed plans are looked for in a way to compute whose best uniform plan takes at most so many times
 # what the best of other ways takes: they were at most twice as fast, and mostly a fifth.
 _MAY_STILL_WIN = 1.3
-# To look for a plan took 2 MiB of a process at first, and next to nothing when it was done again.
-_MOST_CHOICES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,29 +167,6 @@ def choose(
         ).error()
     why = _why_regrouped(best, min(search.unchanged_s, default=None))
     return replace(best, reason=best.reason + search.untried, why=why)
-
-
-def choose_in_room(
-    found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget], Choice]
-) -> tuple[Choice, Budget]:
-    """Chooses a plan that fits beside what is held when it has been chosen: to look for one, and to
-    load what it computes with, takes of a process, too.
-
-    Args:
-        found: profile that plans are looked for with.
-        budget: measures what is left to tensors under a profile, and a plan if there is one.
-        choose: looks for a plan.
-
-    Returns:
-        The plan, and what is left to its tensors.
-    """
-    chosen = choose(found, budget(found))
-    for _ in range(1, _MOST_CHOICES):
-        left = budget(chosen.profile, chosen.plan)
-        if left.tensor_bytes is None or chosen.found.timeline.peak_bytes <= left.tensor_bytes:
-            return chosen, left
-        chosen = choose(found, budget(found))
-    return chosen, budget(chosen.profile, chosen.plan)
 
 
 def keeps_batch_whole(

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.api.choosing import Choice, Wanted, choose, choose_in_room, commits_a_step, keeps_batch_whole
+from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
+from memfit.api.choosing_in_room import choose_in_room
 from memfit.api.fitting_checks import check_fits, cut_for
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.api.parts_plan import plan_of_parts, told_of_road
@@ -365,11 +366,13 @@ def make_planned(
     # What is left of a process's reserve is for what is not usual.
     reserve = 0 if setup.machine.counts_process else budget.reserve_bytes
     beside = budget.base_bytes + reserve
-    load = setup.machine.load_peak_bytes(setup.problem.model) if load_bytes is None else load_bytes
+    moving = setup.machine.load_peak_bytes(setup.problem.model) if setup.machine.counts_process else setup.load_bytes
+    load = moving if load_bytes is None else load_bytes
     return Planned(
         setup=own,
         plan=plan,
         reason=" ".join(filter(None, [reason, found.remark, setup.compiled_words])),
+        choice=reason,
         numerics=declare(plan, found, allow=setup.allow, why=why),
         adds_apart=adds_apart,
         prepared=ready,
@@ -482,5 +485,8 @@ def _own_plan(setup: Setup, sample: Any, plan: Plan) -> tuple[Profile | None, st
     peak, left = ready.peak_bytes, setup.budget(sample, found).tensor_bytes
     if left is not None and peak > left:
         return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
+    load, limit = setup.most_load_bytes, setup.machine.limits.device_bytes
+    if setup.enforces and not setup.machine.counts_process and limit is not None and load > limit:
+        return None, f"the model as it was built takes {format_bytes(load)} until its weights have moved home"
     excess = excess_beside_device(setup, ready)
     return (found, "") if excess is None else (None, f"it {excess}")

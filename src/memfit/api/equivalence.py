@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memfit.api.fit import fit
+from memfit.batches.parts import Parts
 from memfit.core.errors import UsageError
 from memfit.core.numerics import Exactness
 from memfit.job.problem import Loss
@@ -89,7 +90,7 @@ def verify(
         model: as in `fit`, like the next three; none is changed.
         optimizer: of the model's parameters.
         loss: the user's.
-        sample: the batch of each step.
+        sample: the batch of each step, or its `memfit.Parts`.
         steps: at least 1.
         options: other arguments of `fit`, such as `limit`, `plan`, `allow` and `max_grad_norm`.
 
@@ -157,17 +158,35 @@ def _train_plainly(
     first: dict[str, torch.Tensor | None] = {}
     for step in range(steps):
         optimizer.zero_grad()
-        result = loss(model, sample)
-        value = result[0] / result[1] if isinstance(result, tuple) else result
-        value.backward()
+        value = _run_back(model, loss, sample)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if not step:
             named = model.named_parameters()
             first = {n: None if p.grad is None else p.grad.detach().clone() for n, p in named if p.requires_grad}
         optimizer.step()
-        losses.append(float(value.detach()))
+        losses.append(value)
     return losses, first
+
+
+def _run_back(model: nn.Module, loss: Loss, sample: Any) -> float:
+    """Runs a batch, or each part of `Parts`, forward and back; returns its loss."""
+    if not isinstance(sample, Parts):
+        result = loss(model, sample)
+        value = result[0] / result[1] if isinstance(result, tuple) else result
+        value.backward()
+        return float(value.detach())
+    shares = [1.0] * len(sample.batches) if sample.shares is None else sample.shares
+    total = 0.0
+    for batch, share in zip(sample.batches, map(float, shares), strict=True):
+        result = loss(model, batch)
+        if isinstance(result, tuple):
+            raise UsageError(
+                "memfit.verify compares parts whose loss is one number: of (sum, count) the counts of all parts come first, and a loop has no such step"
+            )
+        (result * share).backward()
+        total += float(result.detach()) * share
+    return total
 
 
 def _relative(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:

@@ -88,8 +88,11 @@ def find_largest(
             given; a plan is given. Others as in `advise`.
     """
     _check_seconds(step_seconds)
-    if start < 1 or (at_most is not None and at_most < start):
-        raise UsageError(f"start={start} and at_most={at_most}: give a start of at least 1, and at most at_most")
+    are_counts = all(isinstance(count, int) for count in (start, 1 if at_most is None else at_most))
+    if not are_counts or start < 1 or (at_most is not None and at_most < start):
+        raise UsageError(
+            f"start={start} and at_most={at_most}: give integers, a start of at least 1, and at most at_most"
+        )
     measured: list[Hardware] = []
 
     def plan(size: int) -> _Tried:
@@ -289,7 +292,7 @@ def _within(question: AskedPlan, limit: int, step_seconds: float) -> Choice | No
 
 
 def _check_seconds(step_seconds: float | None) -> None:
-    if step_seconds is not None and not step_seconds > 0:
+    if step_seconds is not None and not (isinstance(step_seconds, int | float) and step_seconds > 0):
         raise UsageError(f"step_seconds={step_seconds}: give the seconds that a step may take, more than 0")
 
 

@@ -19,7 +19,8 @@ from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_
 from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked
 from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
-from memfit.api.parts_plan import check_parts
+from memfit.api.parts_plan import check_parts, profile_of_parts
+from memfit.batches.parts import Parts
 from memfit.checkpoints.checkpointer import check_run
 from memfit.checkpoints.rank_stores import RankRunStore
 from memfit.checkpoints.run_store import RunStore
@@ -36,14 +37,15 @@ from memfit.core.tiers import Tier
 from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
-from memfit.job.compiled_blocks import check_compile, compile_blocks
-from memfit.job.few_bits import encodes_states
+from memfit.job.compiled_blocks import check_compile, compile_blocks, tell_compiled
+from memfit.job.few_bits import encodes_states, encoding_bytes
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_kind, check_limit
 from memfit.job.loaded_weights import load_weights
 from memfit.job.loading import load_states
 from memfit.job.machine import device_of, guard, open_machine
+from memfit.job.operation_trials import workspaces_of
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, check_arguments, driver_of
 from memfit.job.setup import Setup
@@ -294,10 +296,17 @@ def fit(
             if run is not None and run.is_resumed:
                 check_run(run, model, optimizer)
                 weights = None  # they are the run's
-            loaded = load_weights(model, weights, home, machine, stack)
+            encoding = encoding_bytes(model, allow)
+            loaded = load_weights(model, weights, home, machine, stack, encoding_bytes=encoding)
             probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
             problem = Problem(
-                model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
+                model=model,
+                loss=loss,
+                driver=driver,
+                block_map=block_map,
+                aside=loaded.aside,
+                numerics=numerics,
+                workspaces=workspaces_of(machine),
             )
             load_bytes = loaded.load_bytes
             if compile is not None:
@@ -350,6 +359,8 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) ->
         runner, told = begin_resumed(setup, sample, resumed)
     else:
         runner = begin_chosen(setup, sample)
+    if setup.run is not None and setup.run.is_resumed:
+        tell_compiled(setup.run, runner.assembly.planned.prepared.profile.compiled)
     if told and setup.run is not None:
         warnings.warn(
             f"the run in {setup.run.directory} goes on under another plan. {told}", MemfitWarning, stacklevel=3
@@ -396,7 +407,9 @@ def _check_enforce(enforce: bool | str, limit: int | str | None) -> None:  # noq
     if enforce not in (True, False, "kernel"):
         raise UsageError(f'enforce is True, False or "kernel", not {enforce!r:.80}')
     if enforce == "kernel" and limit is None:
-        raise UsageError('enforce="kernel" needs a limit to arm: give limit=')
+        raise UsageError(
+            'enforce="kernel" was asked for without a limit, and the kernel would hold the process to nothing: give limit="8GiB", or leave enforce= out'
+        )
 
 
 def _check_on_breach(on_breach: str, where: str | Path | None, durability: Durability) -> None:
@@ -463,7 +476,7 @@ def profile(
         loss: the user's.
         sample: a batch.
         blocks: names or modules.
-        microbatches: trace the sizes that these splits make.
+        microbatches: trace the sizes that these splits make; of `memfit.Parts` the largest is.
 
     Returns:
         The profile; nothing is allocated and nothing changed.
@@ -471,5 +484,7 @@ def profile(
     check_arguments(model, loss, (), None)
     device_of(model)
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, blocks))
+    if isinstance(sample, Parts):
+        return profile_of_parts(problem, sample)
     problem = replace(problem, cut=problem.ways(sample, None)[0])
     return problem.profile(sample, tuple(microbatches), chunk_tokens=None)

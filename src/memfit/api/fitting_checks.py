@@ -48,7 +48,7 @@ def check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: Bu
         if checked > peak:
             peak = checked
             report = f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}"
-    load_bytes = setup.most_load_bytes if setup.machine.counts_process else 0
+    load_bytes = setup.most_load_bytes
     if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
         raise Refusal(
             budget=budget,

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memfit.api.choosing import Choice, choose_in_room
+from memfit.api.choosing import Choice
+from memfit.api.choosing_in_room import choose_in_room
 from memfit.batches.cutting import Whole
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.limits import Budget

@@ -7,20 +7,30 @@ words which way the parts go, and why.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memfit.api.choosing import Choice, choose_in_room
-from memfit.batches.parts import Parts
+from memfit.api.choosing import Choice
+from memfit.api.choosing_in_room import choose_in_room
+from memfit.batches.parts import ByParts, Parts
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.limits import Budget
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
+from memfit.job.problem import Problem
 from memfit.job.setup import Setup
 from memfit.planning.candidates import update_time
 
 
 def check_parts(setup: Setup, sample: Any) -> None:
+    """Refuses what cannot go with a sample of parts; see `check_parts_alone`."""
+    check_parts_alone(
+        sample, lines=setup.has_lines, split=setup.split, weight=setup.weight, ranks=setup.ranks is not None
+    )
+
+
+def check_parts_alone(sample: Any, *, lines: bool, split: object, weight: object, ranks: bool) -> None:
     """Refuses what cannot go with a sample of parts.
 
     Raises:
@@ -28,12 +38,12 @@ def check_parts(setup: Setup, sample: Any) -> None:
     """
     if not isinstance(sample, Parts):
         return
-    if setup.has_lines:
+    if lines:
         raise UsageError("fit(lines=True) takes one batch of your loop as its sample: memfit.Parts are for job.step")
-    for name, given in (("weight", setup.weight), ("split", setup.split)):
+    for name, given in (("weight", weight), ("split", split)):
         if given is not None:
             raise UsageError(f"memfit.Parts are cut, and say what each counts for by shares=: leave {name}= out")
-    if setup.ranks is not None:
+    if ranks:
         raise UnsupportedError(
             "memfit.Parts are for one process: on several ranks give job.step the rank's whole batch, and fit(split=...)"
         )
@@ -65,6 +75,12 @@ def plan_of_parts(
     return chosen.plan, chosen.reason, chosen.why, chosen.profile
 
 
+def profile_of_parts(problem: Problem, sample: Parts) -> Profile:
+    """Traces the largest of the parts."""
+    cut = replace(problem, cut=ByParts())
+    return cut.profile(sample, cut.counts(sample), chunk_tokens=None)
+
+
 def told_of_road(plan: Plan, profile: Profile) -> str:
     """Says which way the parts go, and why."""
     if plan.microbatches == 1:
@@ -80,4 +96,6 @@ def told_of_road(plan: Plan, profile: Profile) -> str:
         return after + "a forward changes buffers that the next one meets."
     if any(trace.uses_random for trace in profile.traces.values()):
         return after + "layer by layer they would draw other random numbers."
+    if profile.read_gradients:
+        return after + "a hook is on a gradient, or reads one, while backward runs."
     return after + "a forward changes what the next one computes with."

@@ -41,15 +41,27 @@ class Parts:
     shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.batches, list | tuple) or any(isinstance(batch, Parts) for batch in self.batches):
+            raise UsageError(
+                f"memfit.Parts takes a list of batches, not {type(self.batches).__name__} or parts of parts: say memfit.Parts([batch, ...])"
+            )
         if not self.batches:
             raise UsageError("memfit.Parts([]) has no batch: give it those of one step")
-        shares = self.shares
-        if shares is not None and (
-            len(shares) != len(self.batches) or not all(math.isfinite(share) for share in shares)
-        ):
+        if self.shares is None:
+            return
+        try:
+            shares = [float(share) for share in self.shares]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"memfit.Parts: shares= takes a number for each batch ({error})") from None
+        if len(shares) != len(self.batches) or not all(map(math.isfinite, shares)):
             raise UsageError(
                 f"memfit.Parts: shares= has {len(shares)} numbers for {len(self.batches)} batches, or one that is not finite: give a factor of each batch's loss"
             )
+
+
+def first_part(batch: Any) -> Any:
+    """Returns the first of the parts; a batch that comes whole itself."""
+    return batch.batches[0] if isinstance(batch, Parts) else batch
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from memfit.batches.cutting import ByRows, Cut
-from memfit.batches.parts import ByParts, Parts
+from memfit.batches.cutting import ByRows, Cut, ways_of
+from memfit.batches.parts import ByParts, Parts, first_part
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.dense import check_dense
 from memfit.tensors.trees import tensors_in
@@ -129,8 +129,13 @@ def trial_of(sample: Any, cut: Cut) -> Trial | None:
 
     Two rows whole and cut, of a sample that has no more; None of one row, which cannot be cut.
 
-    What the user's function cuts is compared as it is cut into two.
+    What the user's function cuts is compared as it is cut into two. Of parts of the user's own,
+    which nothing puts together, the first is cut between its rows.
     """
+    if isinstance(cut, ByParts):
+        sample = first_part(sample)
+        way = next(ways_of(sample), None)
+        return None if way is None else trial_of(sample, way)
     if isinstance(cut, ByRows):
         rows = min(cut.rows(sample), CHECKED_ROWS)
         if rows not in _CHECK_PARTS:

@@ -41,7 +41,7 @@ from memfit.store import Durability
 from memfit.tensors.noise import RoundingNoise
 
 _FORMAT = 1
-_NO_STORE = "memfit.fit(store=directory) makes a run that can go on"
+_NO_STORE = "this job has no store, where it could be kept: memfit.fit(store=directory) makes a run that commits its steps and can be resumed"
 
 Forget = Callable[[Iterable[nn.Parameter]], None]
 
@@ -93,7 +93,7 @@ class Checkpointer:
 
     def register(self, name: str, thing: Any, *, is_new: bool) -> None:
         """Adds the state of an object to every commit; see `Job.register`."""
-        raise UsageError(f"register({name!r}, ...): the job commits nothing; {_NO_STORE}")
+        raise UsageError(f"job.register({name!r}, ...): {_NO_STORE}")
 
     def check_registered(self) -> None:
         """Refuses to go on while states of the run have no object. Raises `UsageError`."""
@@ -119,7 +119,7 @@ class Checkpointer:
 
     def commit_here(self) -> None:
         """Commits all as it stands now; see `Job.commit`."""
-        raise UsageError(f"the job commits nothing; {_NO_STORE}")
+        raise UsageError(f"job.commit(): {_NO_STORE}")
 
     def report(self) -> CommitReport | None:
         """Returns what committing costs and promises; None where nothing is committed."""
@@ -138,7 +138,8 @@ class Committed:
         model: the user's.
         optimizer: the user's.
         plan: the job's.
-        reason: why this plan.
+        reason: why this plan, without what each process tells anew.
+        compiled: names of the calls that are compiled.
         max_grad_norm: for the record.
         blocks: of the model.
         states: by block index.
@@ -150,6 +151,7 @@ class Committed:
     optimizer: torch.optim.Optimizer
     plan: Plan
     reason: str
+    compiled: tuple[str, ...]
     max_grad_norm: float | None
     blocks: Sequence[BlockWeights]
     states: Mapping[int, BlockStates]
@@ -338,6 +340,7 @@ class RunCheckpointer(Checkpointer):
             "step": self._house.step,
             "plan": of.plan.to_json(),
             "reason": of.reason,
+            "compiled": [*of.compiled],
             "optimizer": {
                 "class": class_name(of.optimizer),
                 "groups": run_state.take_groups(of.optimizer, self._names),
@@ -385,6 +388,11 @@ def stored_plan(run: RunStore) -> Plan:
 def stored_reason(run: RunStore) -> str:
     """Returns the reason of that plan, as the run said it."""
     return part(run.state, "reason", str)
+
+
+def stored_compiled(run: RunStore) -> tuple[str, ...]:
+    """Returns the names of the calls that were compiled in the run's last commit."""
+    return tuple(part(run.state, "compiled", list)) if "compiled" in run.state else ()
 
 
 def check_run(run: RunStore, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

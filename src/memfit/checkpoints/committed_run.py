@@ -1,23 +1,23 @@
 """A committed run, opened to be read without its program: of one process, or of several ranks.
 
 In: a run's directory. Out: its small state, and a home for each whole tensor, also where ranks have
-it in parts.
+it in parts; of ranks' stores, what is damaged.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.checkpoints.rank_layout import TensorShare, read_shares
-from memfit.checkpoints.rank_stores import RANKS_IDENTITY, merged_numbers, rank_store_path, read_record
+from memfit.checkpoints.rank_stores import RANKS_IDENTITY, find_rank_stores, merged_numbers
 from memfit.checkpoints.region_layout import BUFFERS, in_memory_order
 from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import FORMAT, RANKS_NAME
@@ -25,9 +25,11 @@ from memfit.core.errors import StoreError
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome, DiskHome
 from memfit.homes.home import TransferGroup, TransferHandle
-from memfit.store import CommittedStore, DiskStore, TensorPlace
+from memfit.store import BlockReport, CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace
 from memfit.store.directory import is_there
-from memfit.store.os_errors import explain, store_error
+from memfit.store.os_errors import store_error
+from memfit.store.publish import common_commit
+from memfit.store.verify import check_store, summed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +93,9 @@ def opened_to_be_read(directory: Path) -> Iterator[CommittedRun]:
 
 
 def _of_ranks(directory: Path, stack: ExitStack) -> CommittedRun:
-    try:
-        text = (directory / RANKS_NAME).read_text(encoding="utf-8")
-    except OSError as error:
-        raise explain(error, doing="open the run of several ranks", path=directory) from error
-    number, count = read_record(text, directory / RANKS_NAME)
     stores = [
-        stack.enter_context(
-            CommittedStore.open(rank_store_path(directory, number, rank), identity=RANKS_IDENTITY, reads_only=True)
-        )
-        for rank in range(count)
+        stack.enter_context(CommittedStore.open(path, identity=RANKS_IDENTITY, reads_only=True))
+        for path in find_rank_stores(directory)
     ]
     states = [store.read_state() for store in stores]
     steps = [part(state, "step", int) for state in states]
@@ -242,3 +237,32 @@ class _JoinedHome(ByteHome):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`: nothing may be written."""
         raise StoreError("a committed run that was opened to be read is not written")
+
+
+def verify_rank_stores(directory: Path, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
+    """Reads all that a run on several ranks has committed and compares it with its checksums; see
+    `store.verify`. Regions have the number of their rank before their name.
+
+    Raises:
+        StoreInUseError: a live job has it.
+        StoreError: a store is missing, or what holds it together is damaged, or they are of
+            different commits.
+    """
+    paths = find_rank_stores(directory)
+    with ExitStack() as stack:
+        stores = [stack.enter_context(DiskStore.open(path, identity=RANKS_IDENTITY, reads_only=True)) for path in paths]
+        # One that was interrupted is no damage where the next to open the run finishes it.
+        common_commit(paths, operations=FileOperations())
+        sizes = [summed_bytes(store) for store in stores]
+        blocks: list[BlockReport] = []
+        problems: list[str] = []
+        steps: list[int | None] = []
+        for rank, store in enumerate(stores):
+            before = sum(sizes[:rank])
+            told = None if on_progress is None else lambda done, _, on=on_progress, at=before: on(at + done, sum(sizes))
+            found = check_store(store, on_progress=told)
+            blocks += [replace(block, name=f"rank {rank}: {block.name}") for block in found.blocks]
+            problems += [] if found.state_problem is None else [f"rank {rank}: {found.state_problem}"]
+            steps.append(found.step)
+    step = None if None in steps else min(step for step in steps if step is not None)
+    return StoreReport(directory=directory, step=step, blocks=tuple(blocks), state_problem="; ".join(problems) or None)

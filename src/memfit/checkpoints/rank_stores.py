@@ -22,7 +22,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from memfit.core.layout import Scheme
 from memfit.distributed.agreement import agree, optional_texts
 from memfit.distributed.rank_group import RankGroup
 from memfit.homes import ByteHome
-from memfit.store import CommittedStore, Durability, FileOperations, RegionSpec
+from memfit.store import CommittedStore, DiskStore, Durability, FileOperations, RegionSpec
 from memfit.store.committed import State, check_durability
 from memfit.store.directory import is_there
 from memfit.store.disk_store import check_same
@@ -379,6 +379,45 @@ class RankCommits(Commits):
 def rank_store_path(directory: Path, number: int, rank: int) -> Path:
     """Returns the directory of a rank's store in a set of a run."""
     return directory / f"set-{number}" / f"rank-{rank}"
+
+
+def find_rank_stores(directory: Path) -> list[Path]:
+    """Returns the directories of the stores that are the run on several ranks.
+
+    Raises:
+        StoreError: the record of the run cannot be read, or is damaged.
+    """
+    path = directory / RANKS_NAME
+    try:
+        number, count = read_record(path.read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise explain(error, doing="open the run of several ranks", path=directory) from error
+    return [rank_store_path(directory, number, rank) for rank in range(count)]
+
+
+def remove_rank_stores(directory: Path) -> None:
+    """Removes the stores of a run on several ranks, and what names them.
+
+    Raises:
+        StoreInUseError: a live job has it.
+        StoreError: it is no such run, or cannot be removed.
+    """
+    operations = FileOperations()
+    with ExitStack() as stack:
+        lock = DirectoryLock(directory, operations=operations)
+        stack.callback(lock.release, remove=True)
+        for path in find_rank_stores(directory):
+            stack.enter_context(DiskStore.open(path, identity=RANKS_IDENTITY, durable=False))
+        try:
+            # First of all: without it the sets are what a crash left.
+            operations.unlink(directory / RANKS_NAME)
+        except OSError as error:
+            raise explain(error, doing="remove the run's name", path=directory) from error
+        for old in directory.glob("set-*"):
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                raise explain(error, doing="remove the stores of ranks", path=old) from error
 
 
 def merged_numbers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

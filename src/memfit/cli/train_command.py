@@ -77,7 +77,7 @@ def train(
     from memfit.job.machine import prepare_process
     from memfit.job.rank_training import leave_ranks
 
-    rank, count = _join(ranks, fresh=fresh)
+    rank, count = _join(ranks)
     limit_bytes = parse_bytes(DEFAULT_LIMIT if machine.limit is None else machine.limit)
     check_save(save)
     if report is not None and not report.absolute().parent.is_dir():
@@ -89,7 +89,8 @@ def train(
         limit_bytes=limit_bytes,
         steps=steps,
         seed=seed,
-        store=_open_store(store, fresh=fresh),
+        # Rank 0 alone looks at the directory first, and so removes what is there.
+        store=_open_store(store, fresh=fresh, removes=rank == 0),
         save=save,
         report=report,
         json=json,
@@ -111,7 +112,7 @@ def train(
         raise typer.Exit(code=1)
 
 
-def _join(ranks: int, *, fresh: bool) -> tuple[int, int]:
+def _join(ranks: int) -> tuple[int, int]:
     """Starts the ranks, and ends with them; or joins those that were started.
 
     Returns:
@@ -121,10 +122,7 @@ def _join(ranks: int, *, fresh: bool) -> tuple[int, int]:
 
     if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise typer.Exit(code=launch(ranks, sys.argv[1:]))
-    rank, count = join_ranks()
-    if fresh and count > 1:
-        raise UsageError("--fresh is for one process: remove the run's directory yourself, and begin anew")
-    return rank, count
+    return join_ranks()
 
 
 def _chosen(source: SourceOptions, data: list[Path] | None, rate: float) -> Recipe | None:
@@ -151,7 +149,7 @@ def _chosen(source: SourceOptions, data: list[Path] | None, rate: float) -> Reci
     )
 
 
-def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
+def _open_store(store: Path | None, *, fresh: bool, removes: bool) -> Path | None:
     """The store's directory, with room for it to be made.
 
     An older run is removed if that is wanted.
@@ -163,7 +161,7 @@ def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
             raise UsageError("--fresh begins a run anew: name its directory with --store")
         return None
     store = store.expanduser().absolute()
-    if fresh:
+    if fresh and removes:
         remove_run(store)
     store.parent.mkdir(parents=True, exist_ok=True)
     return store

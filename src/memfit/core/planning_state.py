@@ -6,6 +6,7 @@ functions that count, log or collect; `is_planning()` is its older name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -47,3 +48,16 @@ def trial() -> Generator[None]:
         yield
     finally:
         _running.remove(mark)
+
+
+@contextmanager
+def uncounted() -> Generator[None]:
+    """Keeps what memfit itself does in the middle of a program from counting as the program's
+    Python, where a trace counts that.
+    """
+    profiler = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)

@@ -78,6 +78,7 @@ _OPERATIONS_PER_S = 2e5, 1.5e5
 # Python's part of a step, in operations that take as long (measured by `memfit probe` on a server's
 # core, where an operation took 5.8 us).
 _OPERATIONS_OF: Mapping[WorkKind, float] = {
+    WorkKind.PYTHON: 0.25,
     WorkKind.NODES: 0.5,
     WorkKind.WATCHED: 5.0,
     WorkKind.SELECTED: 3.0,
@@ -85,6 +86,8 @@ _OPERATIONS_OF: Mapping[WorkKind, float] = {
     WorkKind.FRAMES: 35.0,
     WorkKind.SWITCHES: 40.0,
     WorkKind.STEPS: 400.0,
+    WorkKind.VISITS: 28.0,
+    WorkKind.VISITED: 7.0,
     WorkKind.PIECES: 30.0,
     WorkKind.PIECE_TRANSFERS: 12.0,
 }

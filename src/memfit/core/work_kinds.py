@@ -46,12 +46,14 @@ class WorkKind(StrEnum):
 
     FRESH: bytes of memory that the process touches for the first time: of its first step alone.
 
-    OPERATIONS: operations that a model's code calls. NODES: those that autograd calls in backward.
+    OPERATIONS: operations that a model's code calls. PYTHON: functions of Python that it calls
+    around them. NODES: operations that autograd calls in backward.
     WATCHED: operations of calls that do not keep what they save, which a dispatch mode and the
     hooks of saved tensors see besides. SELECTED: those of calls whose policy keeps results of some
     operators, which another mode sees. CALLS: entries of calls. FRAMES: entries of calls that do
     not keep what they save. SWITCHES: from one microbatch to another in the middle of its forward,
-    with the states of all random generators. STEPS: steps. PIECES: updates of a piece of a
+    with the states of all random generators. STEPS: steps. VISITS: of a block, whose weights come
+    from elsewhere and go again. VISITED: their tensors. PIECES: updates of a piece of a
     parameter. PIECE_TRANSFERS: tensors of a piece that come from files for its update, or go
     there after it, whatever their bytes.
     UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes (as AdamW's would), that it
@@ -95,6 +97,7 @@ class WorkKind(StrEnum):
     DRAWN = "drawn"
     FRESH = "fresh-memory"
     OPERATIONS = "operations"
+    PYTHON = "python-calls"
     NODES = "backward-operations"
     WATCHED = "watched-operations"
     SELECTED = "selected-operations"
@@ -102,6 +105,8 @@ class WorkKind(StrEnum):
     FRAMES = "frames"
     SWITCHES = "switches"
     STEPS = "steps"
+    VISITS = "visits"
+    VISITED = "visited-tensors"
     PIECES = "update-pieces"
     PIECE_TRANSFERS = "piece-transfers"
     UPDATED = "updated"
@@ -132,8 +137,14 @@ FEW_PLACES = 192
 """From as many on, attention on a processor works in larger blocks (torch's
 FlashAttentionKernel.cpp).
 """
-LAUNCHED = frozenset({WorkKind.OPERATIONS, WorkKind.NODES})
-"""Kinds that count operations: what the host launches beside an accelerator.
+# Places of attention whose work is what blocks that are not full take besides.
+_FULL_PLACES = 24
+BACKWARD_OF = {"gelu_backward": 2.0, "silu_backward": 1.4}
+"""Elements that an element counts as in these, of the class of their forwards (measured: 1.8 to
+2.2, and 1.4, of the time).
+"""
+LAUNCHED = frozenset({WorkKind.OPERATIONS, WorkKind.PYTHON, WorkKind.NODES})
+"""Kinds of what the host does to launch operations, beside an accelerator.
 """
 PRODUCT_KINDS = frozenset(kind for kind in WorkKind if _ORDER[kind] <= _ORDER[WorkKind.FP16])
 """Kinds whose amounts are floating point operations.
@@ -146,6 +157,14 @@ def product_kind(smallest: int, dtype: str) -> WorkKind:
         return WorkKind.FP16
     kinds = _HALF if dtype == "bfloat16" else _FP32
     return next((kind for kind, size in zip(kinds, _SIZES, strict=False) if smallest >= size), kinds[-1])
+
+
+def attention_flops(flops: float, places: int) -> float:
+    """Returns the operations of attention over many places that take as long as these over few: a
+    kernel's blocks are then not full (measured: 74 billion a second over 256 places, 64 over 128,
+    55 to 60 over 64).
+    """
+    return flops * (1 + _FULL_PLACES / max(1, places))
 
 
 def as_work(amounts: Mapping[WorkKind, float]) -> Work:

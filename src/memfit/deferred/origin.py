@@ -17,6 +17,7 @@ from memfit.core.errors import UsageError
 from memfit.deferred.program import Program, RegionPlace
 from memfit.deferred.recording import LEAST_BYTES, BuildRecorder
 from memfit.tensors.guard import mark_deferred, mark_present
+from memfit.tensors.with_frozen import saved_model
 
 _ATTRIBUTE = "_memfit_origin"
 
@@ -168,5 +169,7 @@ def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int
 
 def find_origins(model: nn.Module) -> list[Origin]:
     """The origins of a model and of the models inside it."""
-    found = [module.__dict__.get(_ATTRIBUTE) for module in model.modules()]
+    # Beside frozen models the one that trains is not among the modules, and only its parts are.
+    modules = {id(module): module for inner in model.modules() for module in (inner, saved_model(inner))}
+    found = [vars(module).get(_ATTRIBUTE) for module in modules.values()]
     return [origin for origin in found if isinstance(origin, Origin)]

@@ -7,10 +7,17 @@ The elements that a rank holds of a block's parameters, one behind the other, ar
 all ranks are cut at the same lengths, and the ranks exchange one piece of each at a time: what is
 staged is bounded whatever the block's size. Each rank adds what it got in ascending rank order,
 then to what its home holds. Where all ranks have the whole sum, its pieces go to all of them next.
+
+[Note: buffers of an exchange]
+There are two, as large as the first pieces: what goes, and what comes. All pieces pass through
+them, and so do the sum on its way to all ranks and what a home holds already. Whoever begins the
+exchange makes them, not the group's thread: so it is known at which action of a step they come, and
+memory that is short is an error before anything moves.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -47,8 +54,8 @@ class _Part:
 class RankExchange(GradientExchange):
     """Sums of gradients over the ranks of a group.
 
-    Memory: while a block's gradient is exchanged, 1 MiB for each rank that goes, as much that
-    comes, and as much again where all ranks have the whole sum.
+    Memory: while a block's gradient is exchanged, at most 1 MiB for each rank that goes, and as
+    much that comes (`scheduling.sizes.exchange_bytes`).
 
     Args:
         group: the ranks.
@@ -81,7 +88,7 @@ class RankExchange(GradientExchange):
 
 
 class _BlockExchange:
-    """The exchange of one block; runs in the group's thread."""
+    """The exchange of one block: made by whoever begins it, run in the group's thread."""
 
     def __init__(
         self,
@@ -102,6 +109,23 @@ class _BlockExchange:
         self._added = added
         self._orders = orders
         self._runs: dict[float, dict[str, list[torch.Tensor]]] = {o: defaultdict(list) for o in orders}
+        self._sent, self._received = self._buffers()
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes the two buffers, as bytes. See [Note: buffers of an exchange]."""
+        sent = received = 0
+        trained = [index for index, slot in enumerate(self._slots) if slot.requires_grad]
+        for dtype in dict.fromkeys(self._slots[index].master_dtype for index in trained):
+            lengths = self._lengths([i for i in trained if self._slots[i].master_dtype is dtype])
+            sizes = [min(length, EXCHANGED_ELEMENTS) for length in lengths]
+            sent = max(sent, dtype.itemsize * sum(sizes))
+            received = max(received, dtype.itemsize * max(self._size * sizes[self._rank], *sizes))
+        made = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for nbytes in (sent, received)]
+        return made[0], made[1]
+
+    def _lengths(self, indices: Sequence[int]) -> list[int]:
+        """Returns the elements of each rank's run of these parameters."""
+        return [sum(len(self._cut.held(rank)[index]) for index in indices) for rank in range(self._size)]
 
     def run(self, group: Group) -> ArrivedGradients:
         """Exchanges everything, and adds it to the home."""
@@ -112,6 +136,9 @@ class _BlockExchange:
         for dtype in dict.fromkeys(self._slots[index].master_dtype for index in found):
             self._exchange(group, dtype, [i for i in found if self._slots[i].master_dtype is dtype])
         self._gradients = []
+        # Not by dropping them: [Note: who holds a buffer that was exchanged].
+        free_exchanged(self._sent)
+        free_exchanged(self._received)
         return ArrivedGradients(
             names=tuple(self._slots[index].name for index in found),
             norms=dict(self._runs.get(2, {})),
@@ -120,32 +147,28 @@ class _BlockExchange:
 
     def _exchange(self, group: Group, dtype: torch.dtype, indices: Sequence[int]) -> None:
         runs = [self._run_of(rank, indices) for rank in range(self._size)]
-        lengths = [run[-1].begin + run[-1].count if run else 0 for run in runs]
+        lengths = self._lengths(indices)
+        buffer, received = [
+            made[: made.numel() // dtype.itemsize * dtype.itemsize].view(dtype) for made in (self._sent, self._received)
+        ]
         for start in range(0, max(lengths), EXCHANGED_ELEMENTS):
             sizes = [min(max(length - start, 0), EXCHANGED_ELEMENTS) for length in lengths]
-            sent = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            sent = buffer[: sum(sizes)]
             for piece, run in zip(sent.split(sizes), runs, strict=True):
                 self._fill(piece, start, run)
-            parts = exchange(group, sent, sizes, [sizes[self._rank]] * self._size)
+            parts = exchange(group, sent, sizes, [sizes[self._rank]] * self._size, received)
             self._ranks.received["gradient"] += sizes[self._rank] * (self._size - 1) * dtype.itemsize
-            # The next piece comes into memory that these have left.
-            free_exchanged(sent)
             total = sum_in_order(parts)
+            # What was sent is through: its memory is free for what comes next.
             if self._home.is_shared:
-                self._add(total, start, runs[self._rank])
-                free_exchanged(total)
+                self._add(total, start, runs[self._rank], buffer)
                 continue
-            borders = [0]
-            for size in sizes:
-                borders.append(borders[-1] + size)
-            whole = torch.empty(borders[-1], dtype=dtype, device=self._device)
-            whole[borders[self._rank] : borders[self._rank + 1]] = total
-            free_exchanged(total)
-            gather_in_place(group, whole, borders)
+            borders = [0, *itertools.accumulate(sizes)]
+            sent[borders[self._rank] : borders[self._rank + 1]] = total
+            gather_in_place(group, sent, borders)
             self._ranks.received["gradient"] += (borders[-1] - sizes[self._rank]) * dtype.itemsize
-            for piece, run in zip(whole.split(sizes), runs, strict=True):
-                self._add(piece, start, run)
-            free_exchanged(whole)
+            for piece, run in zip(sent.split(sizes), runs, strict=True):
+                self._add(piece, start, run, received)
 
     @property
     def _device(self) -> torch.device:
@@ -168,13 +191,13 @@ class _BlockExchange:
             else:
                 place.copy_(flat_gradient(gradient)[first : first + count])
 
-    def _add(self, piece: torch.Tensor, start: int, run: Sequence[_Part]) -> None:
-        """Adds a piece of a sum to the home; changes it."""
+    def _add(self, piece: torch.Tensor, start: int, run: Sequence[_Part], free: torch.Tensor) -> None:
+        """Adds a piece of a sum to the home; changes it, and what is free."""
         for index, first, count, at in _within(run, start, piece.numel()):
             slot, values = self._slots[index], piece[at : at + count]
             offset = slot.master_offset_bytes + first * values.element_size()
             if self._added[index]:
-                staged = torch.empty_like(values)
+                staged = free[: values.numel()]
                 self._home.read(offset, staged.nbytes, staged.untyped_storage()).wait()
                 values.add_(staged)
             for order in self._orders:

@@ -97,17 +97,27 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def exchange(group: Group, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> list[Tensor]:
+def exchange(
+    group: Group, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], into: Tensor | None = None
+) -> list[Tensor]:
     """Sends each rank a part of a 1-D tensor.
 
-    Memory: what is received.
+    Memory: what is received, if there is no `into`.
+
+    Args:
+        group: all of its ranks call.
+        sent: what goes, rank after rank.
+        sent_sizes: elements for each rank.
+        received_sizes: elements from each rank.
+        into: 1-D tensor of the same dtype that takes what is received, or has room for more.
 
     Returns:
         The parts that the ranks have sent to this one.
     """
     if group is None:
         return [sent.clone()]
-    received = torch.empty(sum(received_sizes), dtype=sent.dtype, device=sent.device)
+    total = sum(received_sizes)
+    received = torch.empty(total, dtype=sent.dtype, device=sent.device) if into is None else into[:total]
     with transporting():
         dist.all_to_all_single(
             _as_bytes(received), _as_bytes(sent),

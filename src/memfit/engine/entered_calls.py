@@ -204,6 +204,8 @@ class StepCalls:
         leaves: of microbatches, where gradients are added apart; None: they are not.
         listener: told of the backward of their outputs.
         recorder: measures waits; None: they are not measured.
+        refuses_reuse: a weight that a microbatch uses again, unforeseen, is refused: layer by layer
+            its gradient would add up in another order than in a loop.
 
     Attributes:
         running: the coroutine whose code runs now, or the user's own lines.
@@ -221,10 +223,12 @@ class StepCalls:
         leaves: MicrobatchLeaves | None,
         listener: Listener,
         recorder: Recorder | None,
+        refuses_reuse: bool = False,
     ) -> None:
         self._parts = parts
         self._recorder = recorder
         self._schedule = schedule
+        self._used: set[tuple[int, int]] | None = set() if refuses_reuse else None
         self._frames = frames
         self._passes = passes
         self._leaves = leaves
@@ -265,6 +269,8 @@ class StepCalls:
             self._opened.append(_OpenCall(site, None, None))
             return
         call = self._next_call(coroutine, name)
+        if self._used is not None:
+            self._note_use(self._used, coroutine.microbatch, site, is_foreseen=call is not None)
         if call is None:
             parts.departures.append(f"microbatch {coroutine.microbatch} calls {name!r} where the trace did not")
             parts.visits.ensure(blocks, is_foreseen=True)
@@ -294,6 +300,25 @@ class StepCalls:
         if self._passes.is_in_tail(call):
             self._passes.aliases.enter(parts.sites[site].module)
         self._opened.append(_OpenCall(site, call, frame, replaced, sequence_number()))
+
+    def _note_use(self, used: set[tuple[int, int]], microbatch: int, site: int, *, is_foreseen: bool) -> None:
+        """Notes which trained blocks a microbatch has used.
+
+        Raises:
+            UnsupportedError: it uses one again where the trace did not.
+        """
+        blocks, name = self._parts.blocks, self._parts.sites[site].name
+        uses = {
+            (microbatch, b)
+            for b in self._parts.sites[site].blocks
+            if any(slot.requires_grad for slot in blocks[b].slots)
+        }
+        if not is_foreseen and uses & used:
+            raise UnsupportedError(
+                f"part {microbatch} of memfit.Parts calls {name!r} again, which the largest part does not: layer by layer the gradients of its uses would add up in "
+                "another order than in a loop. Plan order='microbatch-major', or fit with a sample whose largest part does it too"
+            )
+        used |= uses
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""

@@ -36,6 +36,7 @@ from memfit.homes.regions import gradient_region, master_region, state_region, w
 from memfit.homes.rounded import RoundedMasters, round_masters
 from memfit.homes.sharing import Sharing
 from memfit.homes.split_masters import SplitMasters, rest_ends, rest_nbytes
+from memfit.homes.staged_blocks import StagedBlock
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import bytes_view
 
@@ -175,13 +176,16 @@ class House:
         self,
         bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
         take_back: Callable[[str, torch.nn.Parameter], bool] | None = None,
+        stage: Callable[[BlockWeights, int], StagedBlock | None] = lambda _, __: None,
     ) -> None:
-        """Moves the weights home and makes homes for the states.
+        """Moves the weights home.
 
         Args:
             bring: materializes a parameter without bytes (put aside, or deferred); called for one
                 at a time.
             take_back: see `BlockWeights.move_out`; for the block in which a failure occurred.
+            stage: puts the values of a block on the host where the device has no room for so many
+                bytes beside them.
 
         Raises:
             StoreError: the disk failed.
@@ -190,16 +194,28 @@ class House:
         """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
-            home, masters = self._weight_homes(block)
+            stays = sum(r.nbytes for b, r in self._requests.values() if b is block and _is_of_weights(r))
+            staged = stage(block, stays) if stays else None
+            home: ByteHome | None = None
+            masters: ByteHome | None = None
             try:
-                block.move_in(home, masters, bring)
+                home, masters = self._weight_homes(block)
+                block.move_in(home, masters, bring, None if staged is None else staged.values)
             except BaseException:
                 # While its home is still open: what has left is read back from there.
-                _undo_move(block, masters or home, take_back)
+                if staged is not None:
+                    staged.give_back()
+                elif home is not None:
+                    _undo_move(block, masters or home, take_back)
                 raise
-        # Behind the weights: memory of states would stand beside weights that have yet to leave.
-        for index, states in self.states.items():
-            if states.nbytes:
+
+    def place_states(self, indices: Iterable[int] | None = None) -> None:
+        """Makes homes for the states of blocks of these indices, or of all, where there are none
+        yet: behind the weights, beside which they would stand until those have left.
+        """
+        for index in self.states if indices is None else indices:
+            states = self.states[index]
+            if states.nbytes and states.home is None:
                 states.home = self._place(state_region(self.blocks[index].name))
 
     def _weight_homes(self, block: BlockWeights) -> tuple[ByteHome, ByteHome | None]:
@@ -295,11 +311,7 @@ class House:
         """Declares what has been moved in version 0."""
         for factory in self.factories.values():
             factory.begin()
-        self._begin_versions()
-
-    def _begin_versions(self) -> None:
-        for _, home in self.placed.values():
-            home.begin_version()
+        self.begin_versions(self.placed)
 
     def commit(self) -> None:
         """Makes the step's new versions current, all at once."""
@@ -335,7 +347,7 @@ class House:
             commit.
         """
         # First: the next version must not take what this step wrote for its own.
-        self._begin_versions()
+        self.begin_versions(self.placed)
         found = (factory.published_since(self.step) for factory in self.factories.values())
         published = next((step for step in found if step is not None), None)
         if published is None:
@@ -378,6 +390,11 @@ class House:
 def _own(sharing: Sharing | None, block: BlockWeights, request: HomeRequest) -> HomeRequest:
     """Returns the request for what this process has of a region."""
     return request if sharing is None else sharing.request(block, request)
+
+
+def _is_of_weights(request: HomeRequest) -> bool:
+    """Tells whether a home of weights or masters is memory of the device."""
+    return request.tag in ("weight", "master") and request.tier.traits.is_device
 
 
 def _undo_move(

@@ -117,6 +117,7 @@ class StepRun:
             leaves=parts.own_leaves if schedule.is_interleaved and self._trains else None,
             listener=listener,
             recorder=recorder,
+            refuses_reuse=work.adds_as_loop and schedule.is_interleaved and self._trains,
         )
         self._counts = Counts(schedule.microbatches, work.count_over_ranks)
         self._coroutines: dict[int, Coroutine] = {}

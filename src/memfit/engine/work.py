@@ -92,6 +92,8 @@ class StepInput:
             its losses.
         count_over_ranks: adds a number up over the processes that train together.
         journal: decides the step and commits its blocks, where the step says so.
+        adds_as_loop: gradients are to be those of a loop over the microbatches, also where one
+            leaves the traced order: what would add up otherwise is refused.
     """
 
     run: Callable[[int], Any]
@@ -102,6 +104,7 @@ class StepInput:
     begin_updates: Callable[[], None] | None = None
     journal: TurnKeeper | None = None
     count_over_ranks: Callable[[float], float] | None = None
+    adds_as_loop: bool = False
 
 
 class FrameFactory(Protocol):

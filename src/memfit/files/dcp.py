@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -166,10 +166,45 @@ class _Writer(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     stream.write(data.getbuffer())
                 else:
-                    torch.save(data, stream)
+                    _serialize(data, stream)
                 length = stream.tell() - offset
                 where = _StorageInfo(relative_path=name, offset=offset, length=length)
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=where))
             stream.flush()
             os.fsync(stream.fileno())
         return results
+
+
+class _Noting:
+    """A stream that keeps the error of a write: torch, in C++, raises another one instead."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of it."""
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        """Hands on."""
+        self._stream.flush()
+
+
+def _serialize(data: torch.Tensor, stream: BinaryIO) -> None:
+    """Writes a tensor as `torch.save` does.
+
+    Raises:
+        OSError: the disk.
+    """
+    noting = _Noting(stream)
+    try:
+        torch.save(data, cast("IO[bytes]", noting))
+    except RuntimeError:
+        if noting.error is not None:
+            raise noting.error from None
+        raise

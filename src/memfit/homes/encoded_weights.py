@@ -21,6 +21,8 @@ from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.tensors.trees import bytes_view, new_storage, typed_view
 
 _PIECE_ELEMENTS = 1 << 18
+ENCODING_BYTES = 20 * _PIECE_ELEMENTS
+"""Scratch of a piece that is being encoded."""
 _MOST_CODE = 127
 # The float that bitsandbytes multiplies by.
 _INT8_UNIT = 1.0 / _MOST_CODE

@@ -273,6 +273,8 @@ class GradientHomes:
         Gradients in memory are scaled in place: each piece must be asked for once.
         """
         slot = piece.slot
+        if piece.ready is None and self.scaling.value is None and slot.name not in self._factors:
+            return piece.values.to(slot.master_dtype)
         if piece.ready is not None:
             # In the worker's thread, on its current stream: kernels of the update see the bytes.
             piece.ready.wait()

@@ -360,29 +360,39 @@ class BlockStates:
                 yield t, ranks.home(local, t, self.block, slot)
 
     def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
-        """Writes a whole state (as `gather` returns it) home."""
+        """Writes a whole state (as `gather` returns it) home.
+
+        Memory: one tensor of it, where it is not as it lies at home.
+        """
         if not values:
             self.numbers.pop(slot.name, None)
             return
-        flat: dict[str, Any] = {}
+        held, placed = slot.held, set[str]()
         for state in self.slots[slot.name]:
             value = values.get(state.key)
             if value is None:
                 continue
             if state.is_like_weight:
-                dense = torch.empty_strided(slot.shape, slot.stride, dtype=state.dtype, device=slot.parameter.device)
-                flat[state.key] = dense.copy_(value).as_strided((slot.numel,), (1,))
-            else:
-                flat[state.key] = value
-        held = slot.held
-        flat = {
-            state.key: flat[state.key][held.start : held.stop] if state.is_like_weight else flat[state.key]
-            for state in self.slots[slot.name]
-            if state.key in flat
-        }
-        TransferGroup(self.write(slot, held.start, len(held), flat)).wait()
+                value = self._as_at_home(slot, state, value)[held.start : held.stop]
+            # One after the other: copies of all would be in memory at once.
+            TransferGroup(self.write(slot, held.start, len(held), {state.key: value})).wait()
+            placed.add(state.key)
         keys = {t.key for t in self._layout.get(slot.name, ()) if t.shape_kind != "scalar"}
-        self.keep_numbers(slot, {k: v for k, v in values.items() if k not in flat and k not in keys})
+        self.keep_numbers(slot, {k: v for k, v in values.items() if k not in placed and k not in keys})
+
+    def _as_at_home(self, slot: ParameterSlot, state: StateSlot, value: torch.Tensor) -> torch.Tensor:
+        """Returns a state tensor of the weight's size as a 1-D tensor in the weight's memory order,
+        where it can be written from.
+        """
+        device = slot.parameter.device
+        # From the host straight to a home on the device, which holds it as it is.
+        is_near = value.device == device or (state.codec is None and self._rests_at(device))
+        if not (is_near and value.dtype == state.dtype and tuple(value.stride()) == slot.stride):
+            value = torch.empty_strided(slot.shape, slot.stride, dtype=state.dtype, device=device).copy_(value)
+        return value.as_strided((slot.numel,), (1,))
+
+    def _rests_at(self, device: torch.device) -> bool:
+        return self.home is not None and self.home.memory_at(device) is not None
 
 
 @dataclass

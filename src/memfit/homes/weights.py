@@ -31,6 +31,7 @@ from memfit.core.layout import PIECE_ELEMENTS, flat_layout
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.tiers import Tier
 from memfit.homes.home import ByteHome, TransferGroup, TransferHandle, write_tensor
+from memfit.homes.memory_order import dense_copy, dense_stride
 from memfit.tensors.guard import mark_away, mark_present
 from memfit.tensors.trees import new_storage, typed_view
 from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
@@ -125,7 +126,7 @@ class BlockWeights:
                 requires_grad=p.requires_grad,
                 dtype=dtype,
                 shape=tuple(p.shape),
-                stride=_dense_stride(n, p),
+                stride=dense_stride(n, p),
                 given_dtype=p.dtype,
                 master_dtype=master_dtype,
                 master_offset_bytes=master_offset,
@@ -184,30 +185,32 @@ class BlockWeights:
         home: ByteHome,
         masters: ByteHome | None = None,
         bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
+        staged: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Moves the parameters' bytes into the home and makes the parameters views of the flat
         buffer.
 
         Memory: for a home that is away, the peak does not grow: each parameter is freed once
-        written. A device home is the flat buffer itself and costs one block more for a moment. With
-        `bring`, one parameter more. With masters, one parameter in the compute dtype and two pieces
-        of 2 MiB more.
+        written; one whose elements lie in another order is there twice for a moment. A device home
+        is the flat buffer itself and costs one block more, unless the values are staged. With
+        `bring`, one parameter more. With masters, some pieces of 2 MiB more.
 
         Args:
             home: a home of `nbytes`.
             masters: a home of `master_nbytes`, if there is a compute dtype.
             bring: materializes a parameter without bytes; called for one at a time.
+            staged: the values, as `staged_blocks.StagedBlock` holds them.
         """
         assert (masters is not None) == self.has_masters
         resting = home.memory if _rests_here(home) else None
         assert resting is not None or not _rests_here(home)
         device = self.device
-        for slot in self.slots:
+        for n, slot in enumerate(self.slots):
             p = slot.parameter
-            if bring is not None:
+            if bring is not None and staged is None:
                 bring([p])
             with torch.no_grad():
-                _put(slot, p.data, home, masters)
+                _put(slot, p.data if staged is None else staged[n], home, masters)
                 # Only when the home has the values (`_put` waits): this frees the only other copy.
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
         self._place_in(home, masters, resting, device)
@@ -444,22 +447,22 @@ def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dty
 def _put(slot: ParameterSlot, values: torch.Tensor, home: ByteHome, masters: ByteHome | None) -> None:
     """Writes a parameter's values to its homes, and waits."""
     if masters is not None:
+        values = values.to(slot.parameter.device)  # staged ones lie on the host
         write_masters(masters, slot, values)
     resting = home.memory if _rests_here(home) else None
     if resting is not None:
         slot.view(resting).copy_(values)
         return
-    is_ready = tuple(values.stride()) == slot.stride and values.dtype == slot.dtype
+    dense = values if tuple(values.stride()) == slot.stride else dense_copy(values, slot.stride, values.dtype)
     # Waited for here: the caller frees the values, and `dense` goes with this frame.
-    dense = values if is_ready else _dense_copy(values, slot.stride, slot.dtype)
-    write_tensor(home, slot.offset_bytes, dense).wait()
+    TransferGroup(_begin_write(home, slot.offset_bytes, dense, slot.numel, slot.dtype)).wait()
 
 
 def write_masters(home: ByteHome, slot: ParameterSlot, values: torch.Tensor) -> None:
     """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB
     where dtype or memory order differ.
     """
-    dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
+    dense = values if tuple(values.stride()) == slot.stride else dense_copy(values, slot.stride, values.dtype)
     TransferGroup(begin_write_masters(home, slot, dense)).wait()
 
 
@@ -467,34 +470,22 @@ def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor
     """Begins to write values in a parameter's memory order to the place of its master. If they are
     widened, all but the last piece of 2 MiB are home on return.
     """
-    if dense.dtype == slot.master_dtype:
-        return [write_tensor(home, slot.master_offset_bytes, dense)]
+    return _begin_write(home, slot.master_offset_bytes, dense, slot.numel, slot.master_dtype)
+
+
+def _begin_write(
+    home: ByteHome, offset: int, dense: torch.Tensor, numel: int, dtype: torch.dtype
+) -> list[TransferHandle]:
+    if dense.dtype == dtype:
+        return [write_tensor(home, offset, dense)]
     handles: list[TransferHandle] = []
-    flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
-    for start in range(0, slot.numel, PIECE_ELEMENTS):
-        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
-        TransferGroup(handles).wait()  # else all widened pieces would be in memory at once
-        handles = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
+    flat = dense.as_strided((numel,), (1,))
+    for start in range(0, numel, PIECE_ELEMENTS):
+        piece = flat[start : start + PIECE_ELEMENTS].to(dtype)
+        TransferGroup(handles).wait()  # else all converted pieces would be in memory at once
+        handles = [write_tensor(home, offset + start * dtype.itemsize, piece)]
     return handles
 
 
 def _rests_here(home: ByteHome) -> bool:
     return home.tier is Tier.DEVICE and not home.is_shared and not home.is_encoded
-
-
-def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Returns the parameter's own stride if it is dense (channels-last stays channels-last), else
-    the contiguous one.
-    """
-    if parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the parameter {name!r} has layout {parameter.layout}; memfit moves strided tensors only"
-        )
-    # empty_like with preserve_format gives the dense stride closest to the tensor's own.
-    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return tuple(torch.empty_like(meta).stride())
-
-
-def _dense_copy(tensor: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    copy = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
-    return copy.copy_(tensor)

@@ -31,6 +31,8 @@ import torch
 from torch import nn
 
 from memfit.core.errors import UnsupportedError
+from memfit.core.planning_state import uncounted
+from memfit.tensors.module_walk import modules_of
 
 
 class CacheUse(Enum):
@@ -71,8 +73,7 @@ def caches_in_training(model: nn.Module, use: CacheUse) -> Iterator[None]:
         HandedBackError: from a forward that gets a cache of an earlier one, which kept nothing.
     """
     utils = sys.modules.get("transformers.cache_utils")
-    configs = _caching(model)
-    if utils is None or not configs or use is CacheUse.REAL:
+    if utils is None or use is CacheUse.REAL or not (configs := _caching(model)):
         yield
         return
     if use is CacheUse.OFF or not hasattr(utils, "DynamicLayer"):
@@ -117,10 +118,12 @@ class Noted:
         """The loss; what it does is noted."""
 
         def watched(model: nn.Module, batch: Any) -> Any:
-            before, made = _kept_by(model), _making.made
+            with uncounted():
+                before, made = _kept_by(model), _making.made
             result = loss(model, batch)
-            self.made += _making.made - made
-            self.keeps_elsewhere |= bool(_kept_by(model) - before)
+            with uncounted():
+                self.made += _making.made - made
+                self.keeps_elsewhere |= bool(_kept_by(model) - before)
             return result
 
         return watched
@@ -139,7 +142,7 @@ def _caching(model: nn.Module) -> list[Any]:
     # Asked only where there is one: a module answers for what it does not have at length.
     found: list[Any] = [
         getattr(module, "config", None)
-        for module in model.modules()
+        for module in modules_of(model)
         if "config" in vars(module) or hasattr(type(module), "config")
     ]
     return list({id(config): config for config in found if getattr(config, "use_cache", None) is True}.values())

@@ -10,6 +10,9 @@ moves home when the first batches are there (`get_batch_samples`), because only 
 what a batch is. From then on the trainer's own ways to read and write whole models are replaced:
 evaluation and prediction stream weights, checkpoints are written from the homes and read into them,
 a piece at a time. A checkpoint counts when its last file is there.
+
+With `mode="collected"` windows of accumulation are steps of the job instead
+(`integrations/windows.py`, [Note: collected windows]).
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from memfit.api import Job, Lines, fit
+from memfit.api import Job, Lines, Parts, fit
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
+from memfit.integrations.windows import CollectedWindows, Window, collects, uncounted
 from memfit.tensors.guard import is_away
 from memfit.tensors.with_frozen import WithFrozen, saved_model
 
 _STATES, _SCHEDULER, _LAST = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 
 
-class MemfitMixin:
+class MemfitMixin(CollectedWindows):
     """Puts a subclass of `Trainer` inside a memory limit: `class MyTrainer(MemfitMixin, Trainer)`.
 
     Args:
@@ -44,21 +48,21 @@ class MemfitMixin:
             largest batch that will come; by default it is the largest of the first step. `frozen`
             may be models that the trainer's loss calls and nothing trains, by a name:
             `{"teacher": teacher}`. They rest at home beside the model, inside the same limit.
+            `mode` is "lines", or "collected": weights that travel come once a window of
+            accumulation.
 
     Attributes:
         job: from the first step on; None before it and after `close`.
     """
 
     model: Any
-    args: Any
-    accelerator: Any
-    optimizer: Any
     lr_scheduler: Any
     state: Any
 
     def __init__(self, *args: Any, memfit: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.job: Job | None = None
         self._memfit_options = dict(memfit or {})
+        self._memfit_collects = collects(self._memfit_options.pop("mode", "lines"))
         self._memfit_frozen: dict[str, nn.Module] = dict(self._memfit_options.pop("frozen", {}))
         self._memfit_stack: ExitStack | None = None
         self._memfit_weights: Path | None = None
@@ -100,6 +104,10 @@ class MemfitMixin:
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """See `Trainer.get_batch_samples`. With the first batches the model moves home."""
         found, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if self._memfit_collects:
+            # The host's own, which it sets behind this: parts are traced before.
+            self.current_gradient_accumulation_steps = len(found)
+            self._memfit_window = Window(found, items)
         if self.job is None and found and self._memfit_stack is not None:
             self._memfit_begin(found, items, self._memfit_stack)
         return found, items
@@ -112,27 +120,30 @@ class MemfitMixin:
         self.model.train()
         frozen, whole = self._memfit_others(), self.model
         if frozen:
-            # Nothing trains them; trainers leave that to their `no_grad`.
-            self._memfit_trainable = [p for other in frozen.values() for p in other.parameters() if p.requires_grad]
-            for other in frozen.values():
-                other.requires_grad_(requires_grad=False)
+            # Nothing trains them; trainers leave that to their `no_grad`. A weight that the model
+            # has as well goes on training.
+            own = {id(p) for p in self.model.parameters()}
+            others = [p for other in frozen.values() for p in other.parameters() if id(p) not in own]
+            self._memfit_trainable = [p for p in others if p.requires_grad]
+            stack.callback(self._memfit_release_others)
+            for parameter in self._memfit_trainable:
+                parameter.requires_grad = False
             whole = WithFrozen(self.model, **frozen)
+        how: dict[str, Any] = {"lines": True, "loss": _loss_of(self, items), "sample": self._prepare_inputs(sample)}  # type: ignore[attr-defined]
+        if self._memfit_collects:
+            stack.enter_context(self._memfit_collecting())
+            # As many parts as the longest window has, each of which may be the largest.
+            parts = [dict(sample)] * max(self.args.gradient_accumulation_steps, len(batches))
+            how = {"loss": self._memfit_part, "sample": Parts(parts), "max_grad_norm": self.args.max_grad_norm or None}
         with _generators_kept():
-            job = fit(
-                whole,
-                optimizer,
-                _loss_of(self, items),
-                self._prepare_inputs(sample),  # type: ignore[attr-defined]
-                lines=True,
-                weights=self._memfit_weights,
-                **options,
-            )
+            job = fit(whole, optimizer, weights=self._memfit_weights, **how, **options)
             self.job = job
             if self._memfit_states is not None:
                 job.load_states(self._memfit_states)
         self._memfit_weights = self._memfit_states = None
-        self._memfit_lines = stack.enter_context(job.lines())
-        stack.callback(self._memfit_end_lines)
+        if not self._memfit_collects:
+            self._memfit_lines = stack.enter_context(job.lines())
+            stack.callback(self._memfit_end_lines)
 
     def _memfit_others(self) -> dict[str, nn.Module]:
         """Returns the frozen models that the loss calls, by name."""
@@ -150,6 +161,11 @@ class MemfitMixin:
         with nullcontext() if lines is None else lines.forward(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def _memfit_release_others(self) -> None:
+        """Gives the frozen models back as they were, where there is no job that has them."""
+        while self.job is None and self._memfit_trainable:
+            self._memfit_trainable.pop().requires_grad_()
+
     def close(self) -> None:
         """Makes model and optimizer ordinary and complete again, if there is a job; see
         `Job.close`.
@@ -161,8 +177,7 @@ class MemfitMixin:
         if self.job is not None:
             self.job.close()
             self.job = None
-            while self._memfit_trainable:
-                self._memfit_trainable.pop().requires_grad_()
+            self._memfit_release_others()
 
     def __enter__(self) -> Self:
         return self
@@ -239,11 +254,9 @@ class MemfitMixin:
             return
         best = Path(self.state.best_model_checkpoint)
         if _is_peft(self.model):
-            raise UnsupportedError(
-                f"load_best_model_at_end=True reads the adapter of {best} into a model whose weights are away: call trainer.close(), then "
-                "model.load_adapter(...)"
-            )
-        self.job.load(best)
+            _load_trained(self.model, self.job, best)
+        else:
+            self.job.load(best, weights_only=True)
 
 
 class MemfitTrainer(MemfitMixin, Trainer):
@@ -301,16 +314,9 @@ def _loss_of(trainer: Any, items: Any) -> Callable[[Any, Any], Any]:
     """Returns the trainer's loss of one batch, for planning; it counts and logs nothing."""
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        kept = {name: getattr(trainer, name) for name in ("_metrics", "_total_train_tokens") if hasattr(trainer, name)}
-        if "_metrics" in kept:
-            trainer._metrics = {mode: type(found)(list) for mode, found in kept["_metrics"].items()}  # noqa: SLF001, TRL's
-        try:
-            with trainer.compute_loss_context_manager():
-                # A shallow copy: label smoothing takes labels out, TRL adds keys.
-                return trainer.compute_loss(saved_model(model), dict(batch), num_items_in_batch=items)
-        finally:
-            for name, value in kept.items():
-                setattr(trainer, name, value)
+        with uncounted(trainer), trainer.compute_loss_context_manager():
+            # A shallow copy: label smoothing takes labels out, TRL adds keys.
+            return trainer.compute_loss(saved_model(model), dict(batch), num_items_in_batch=items)
 
     return loss
 
@@ -363,6 +369,31 @@ def _trained(model: nn.Module, job: Job) -> dict[str, torch.Tensor]:
             with job.weights(name):
                 found[name] = parameter.detach().clone()
     return found
+
+
+def _load_trained(model: Any, job: Job, checkpoint: Path) -> None:
+    """Reads the adapter of a checkpoint into the weights that train, block by block.
+
+    Raises:
+        UsageError: the checkpoint is not of this adapter.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    saved = load_peft_weights(str(checkpoint), device="cpu")
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # Names in files are PEFT's: it is given numbers in the places of weights, and says where each
+    # one goes.
+    numbers = {name: torch.tensor(index) for index, (name, _) in enumerate(trained)}
+    found = {int(number): saved.get(key) for key, number in get_peft_model_state_dict(model, numbers).items()}
+    for index, (name, parameter) in enumerate(trained):
+        values = found.get(index)
+        if values is None or values.shape != parameter.shape:
+            raise UsageError(
+                f"the adapter of {checkpoint} has no {name!r} of shape {list(parameter.shape)}: it is of another adapter. Call trainer.close() for the model as it "
+                "is now, and model.load_adapter(...) for that one"
+            )
+        with job.weights(name), torch.no_grad():
+            parameter.copy_(values)
 
 
 def _check_whole(checkpoint: Path) -> None:

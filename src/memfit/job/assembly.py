@@ -18,6 +18,7 @@ from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_
 from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.distributed.agreement import agree
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.rank_sharing import RankSharing
@@ -30,6 +31,7 @@ from memfit.engine.sites import Site
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
 from memfit.homes.pinned_ring import PinnedRing
+from memfit.homes.staged_blocks import StagedBlock, is_whole
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
@@ -111,7 +113,8 @@ class Assembly(Contents):
         resumed = self.run_checkpointer if setup.run is not None and setup.run.is_resumed else None
         if resumed is None:
             sums = WeightSums(setup.sources.bring)
-            self.house.move_in(setup.sources.bring if setup.ranks is None else sums.bring, setup.sources.take_back)
+            bring = setup.sources.bring if setup.ranks is None else sums.bring
+            self.house.move_in(bring, setup.sources.take_back, self._stage)
             if setup.ranks is not None:
                 names = {id(slot.parameter): slot.name for _, slot in self.place.values()}
                 agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names))
@@ -120,18 +123,39 @@ class Assembly(Contents):
         callbacks = OwnerCallbacks(
             gather_state=self.gather_state, scatter_state=self.scatter_state, zero_grad=self._zero_grad
         )
-        for name, state in driver.adopt(callbacks):
+        # What leaves the device goes first, as of weights.
+        order = sorted(driver.names, key=lambda name: self._rests_on_device(self.place[name][0]))
+        for name, state in driver.adopt(callbacks, order):
             block, slot = self.place[name]
             try:
                 if resumed is None:
+                    self.house.place_states([block.index] if block.index in self.states else [])
                     self.states[block.index].put(slot, state)
             except BaseException:
                 driver.restore(name, state)
                 raise
             self._owed.add(name)
+        if resumed is None:
+            self.house.place_states()
         if resumed is not None:
             resumed.restore_settings()
         self.house.first_commit()
+
+    def _stage(self, block: BlockWeights, nbytes: int) -> StagedBlock | None:
+        """Puts a block's values on the host where the device has no room beside them for homes of
+        so many bytes, and the host has.
+        """
+        machine, host_limit = self.machine, self.machine.limits.of(Tier.HOST)
+        if self.setup.ranks is not None or not machine.lacks_room_for(nbytes) or not is_whole(block):
+            return None
+        here = block.nbytes if not block.has_masters else block.master_nbytes
+        held = self.house.factories[Tier.HOST].held_bytes
+        if host_limit is not None and held + here > host_limit:
+            return None
+        return StagedBlock(block, machine.host_ledger)
+
+    def _rests_on_device(self, block: BlockWeights) -> bool:
+        return self.plan.block(block.name).state_home.traits.is_device
 
     def start(self, interrupts: Interrupts) -> None:
         """Starts the threads and hooks of the steps, and arms the limit."""
@@ -304,8 +328,7 @@ def assemble(
         MemfitError: something could not move home; what had moved was given back.
     """
     setup, plan, machine = planned.setup, planned.plan, planned.setup.machine
-    noise = RoundingNoise(seed=torch.initial_seed())
-    sharing = sharing_of(planned)
+    noise, sharing = RoundingNoise(seed=torch.initial_seed()), sharing_of(planned)
     blocks = tuple(
         BlockWeights(i, block.name, block.parameters, plan.compute_dtype, None if sharing is None else sharing.held(i))
         for i, block in enumerate(setup.problem.block_map.blocks)
@@ -315,7 +338,8 @@ def assemble(
         model=setup.problem.model,
         optimizer=setup.optimizer,
         plan=plan,
-        reason=planned.reason,
+        reason=planned.choice,
+        compiled=tuple(planned.prepared.profile.compiled),
         max_grad_norm=setup.max_grad_norm,
         blocks=blocks,
         states=states,

@@ -29,7 +29,7 @@ import copy
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,10 +42,12 @@ from memfit import devices
 from memfit.activations.reads import is_compiled
 from memfit.allocator.compiling import find_compiler
 from memfit.batches.cutting import Whole
-from memfit.batches.parts import Parts
+from memfit.batches.parts import first_part
+from memfit.checkpoints.checkpointer import stored_compiled
 from memfit.checkpoints.run_state import give_random, take_random
+from memfit.checkpoints.run_store import RunStore
 from memfit.core.compiled_calls import CompiledShare, at_shares, without_selection
-from memfit.core.errors import TierUnavailableError, UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.units import format_bytes
 from memfit.job.machine import Machine
@@ -222,6 +224,19 @@ def with_compiled(profile: Profile, block_map: BlockMap, compiled: CompiledBlock
     return without_selection(at_shares(profile, shares), by_user) if by_user else at_shares(profile, shares)
 
 
+def tell_compiled(run: RunStore, now: Collection[str]) -> None:
+    """Warns where a run goes on with others of its blocks compiled: they round otherwise."""
+    before = stored_compiled(run)
+    if set(before) == set(now):
+        return
+    warnings.warn(
+        f"the run in {run.directory} had {len(before)} blocks compiled, and goes on with {len(now)} (compile= of fit, and what was measured of them here): they "
+        "round otherwise from here on",
+        MemfitWarning,
+        stacklevel=4,
+    )
+
+
 def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlocks:
     """Measures one block of each class, and compiles the classes that gain. See [Note: compiled
     blocks].
@@ -241,7 +256,7 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
     before = take_random()
     try:
         with machine.phases("compile"):
-            found = _compile(problem, sample.batches[0] if isinstance(sample, Parts) else sample, machine)
+            found = _compile(problem, first_part(sample), machine)
     finally:
         give_random(before)
     last = machine.phases.last

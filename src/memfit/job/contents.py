@@ -69,6 +69,8 @@ class Contents:
         self.is_stepping = False
         self.has_told_changes = False
         self._is_shapes_only = False
+        self._checked_marks: tuple[object, ...] = ()
+        self._checked_names: Mapping[str, torch.nn.Parameter] = {}
         self._read_state: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
 
     @contextmanager
@@ -82,14 +84,19 @@ class Contents:
         finally:
             self.is_stepping = False
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, marks: tuple[object, ...]) -> None:
         """Checks that the parameters are those of `fit`, lie where the job put them, and train as
         they did.
+
+        Args:
+            marks: of the model now (`user_hooks.marks_of`): as long as they are the same, so are
+                the names of parameters.
 
         Raises:
             UsageError: one does not.
         """
-        now = dict(self.model.named_parameters())
+        has_names = marks == self._checked_marks
+        now = self._checked_names if has_names else dict(self.model.named_parameters())
         for name, (block, slot) in self.place.items():
             parameter = now.get(name)
             problem = None
@@ -108,11 +115,12 @@ class Contents:
                     "the old one. Change values in place inside `with job.weights():`; for anything else close the job, "
                     "change the model, and fit again"
                 )
-        added = [name for name in now if name not in self.place]
+        added = [] if has_names else [name for name in now if name not in self.place]
         if added:
             raise UsageError(
                 f"the model has a new parameter {added[0]!r} that the job does not know: close the job and fit again"
             )
+        self._checked_marks, self._checked_names = marks, now
 
     def choose_blocks(self, names: Sequence[str]) -> list[BlockWeights]:
         """Returns the blocks of these names, or of parameters of these names; all without any.
@@ -232,6 +240,8 @@ class Contents:
             yield
         finally:
             self._is_shapes_only = False
+        self._checked_marks: tuple[object, ...] = ()
+        self._checked_names: Mapping[str, torch.nn.Parameter] = {}
 
     def scatter_state(self, name: str, state: dict[str, Any]) -> None:
         """Writes optimizer states of a parameter to their home.

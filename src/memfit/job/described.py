@@ -84,6 +84,7 @@ def plan_for(
     host_limit: int | str | None = None,
     disk_limit: int | str | None = None,
     is_emulated: bool = False,
+    encoding_bytes: int = 0,
 ) -> PlannedFor:
     """Opens the machine that plans are made for.
 
@@ -99,6 +100,7 @@ def plan_for(
         host_limit: of host memory beside a device; None: what the machine has.
         disk_limit: of files; None likewise.
         is_emulated: as `fit(emulate_device=True)`.
+        encoding_bytes: as in `Machine.load_bytes`.
 
     Raises:
         UsageError: the limit is more than the described device has.
@@ -115,7 +117,7 @@ def plan_for(
         budget=lambda found: opened.planned_budget(
             model, beside, kernel_bytes=found.kernel_bytes, libraries=found.libraries
         ),
-        load_bytes=opened.load_bytes(model) if loads else 0,
+        load_bytes=opened.load_bytes(model, encoding_bytes=encoding_bytes) if loads else 0,
         here=opened if hardware is None else None,
     )
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from memfit.checkpoints.committed_run import CommittedRun, opened_to_be_read
+from memfit.checkpoints.committed_run import CommittedRun, opened_to_be_read, verify_rank_stores
+from memfit.checkpoints.rank_stores import remove_rank_stores
 from memfit.checkpoints.region_layout import BUFFERS
 from memfit.checkpoints.run_state import check_numbers, numbers_in_record, part
-from memfit.checkpoints.run_store import FORMAT
+from memfit.checkpoints.run_store import FORMAT, RANKS_NAME
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.state_formats import StateFormat, moment_of, records_of
@@ -49,12 +50,17 @@ _CONFIGS = {"config": "config.json", "generation_config": "generation_config.jso
 
 
 def verify_run(directory: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
-    """Reads all that a run has committed and compares it with its checksums; see `store.verify`."""
-    return verify(Path(directory).expanduser(), on_progress=on_progress)
+    """Reads all that a run, of one process or of several ranks, has committed and compares it with
+    its checksums; see `store.verify`.
+    """
+    where = Path(directory).expanduser()
+    check = verify_rank_stores if is_there(where / RANKS_NAME) else verify
+    return check(where, on_progress=on_progress)
 
 
 def remove_run(directory: str | Path) -> bool:
-    """Removes a run's files, and the directory if nothing else is in it.
+    """Removes the files of a run, of one process or of several ranks, and the directory if nothing
+    else is in it.
 
     Returns:
         False if there was none.
@@ -63,10 +69,12 @@ def remove_run(directory: str | Path) -> bool:
         StoreInUseError: a live job owns it. StoreError: it is no run, or cannot be removed.
     """
     where = Path(directory).expanduser()
-    if not is_there(where / MANIFEST_NAME):
+    if is_there(where / RANKS_NAME):
+        remove_rank_stores(where)
+    elif is_there(where / MANIFEST_NAME):
+        DiskStore.open(where, identity={"memfit run": FORMAT}, durable=False).close(delete=True)
+    else:
         return False
-    store = DiskStore.open(where, identity={"memfit run": FORMAT}, durable=False)
-    store.close(delete=True)
     if where.is_dir() and not any(where.iterdir()):
         where.rmdir()
     return True

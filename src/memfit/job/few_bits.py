@@ -16,6 +16,7 @@ from memfit.core.frozen_formats import FrozenFormat, encoded_sizes
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile
 from memfit.core.state_formats import StateFormat
+from memfit.homes.encoded_weights import ENCODING_BYTES
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
 
@@ -23,6 +24,20 @@ STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN
 def encodes_states(allow: Collection[str]) -> bool:
     """Tells whether optimizer states may rest in fewer bits."""
     return any(one.allowance in allow for one in STATE_FORMATS)
+
+
+def encoding_bytes(model: nn.Module, allow: Collection[str]) -> int:
+    """Returns what encoding a frozen weight on its way home takes at most, in a format that is
+    allowed: pieces, and what was encoded in parts and whole.
+    """
+    formats = [one for one in FrozenFormat if one is not FrozenFormat.GIVEN and one.allowance in allow]
+    found = 0
+    for p in model.parameters() if formats else ():
+        shape, dtype = tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        for one in formats if not p.requires_grad else ():
+            if one.can_hold(shape, dtype):
+                found = max(found, min(ENCODING_BYTES, 20 * p.numel()) + 2 * sum(one.parts(shape)))
+    return found
 
 
 def with_frozen(model: nn.Module, profile: Profile, chosen: FrozenFormat) -> Profile:

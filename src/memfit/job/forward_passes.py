@@ -19,6 +19,7 @@ import torch
 from memfit.activations import Buffers
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.alike import RowsAlike
+from memfit.batches.parts import ByParts, first_part
 from memfit.batches.splitting import Trial, check_sum, compare_split, evaluating, rows_differ, trial_of, without_dropout
 from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
@@ -140,7 +141,9 @@ def check_hooks(assembly: Assembly, batch: Any) -> None:
         UnsupportedError: it does not, or a hook is on a gradient; nothing was trained.
     """
     assembly.engine.heed_hooks()
-    if assembly.plan.microbatches == 1 or NONADDITIVE in assembly.setup.allow:
+    setup = assembly.setup
+    # Sums over parts of the user's own are the user's: nothing is to add up to a whole.
+    if assembly.plan.microbatches == 1 or NONADDITIVE in setup.allow or isinstance(setup.problem.cut, ByParts):
         return
     try:
         with assembly.machine.phases("check"):
@@ -187,7 +190,7 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
     """
     trial = trial_of(sample, assembly.setup.problem.cut)
     failure: Exception = RuntimeError()
-    for batch in ([] if trial is None else [trial.whole]) + [sample]:
+    for batch in ([] if trial is None else [trial.whole]) + [first_part(sample)]:
         try:
             _losses(assembly, batch, [], may_draw=True)
         except OF_DTYPES as error:

@@ -20,6 +20,8 @@ raised already. A second Ctrl-C cannot be quicker than the next action while bac
 
 from __future__ import annotations
 
+# `signal` without enumerations of its constants, which take 3 us a call.
+import _signal  # pyright: ignore[reportMissingImports]
 import os
 import signal
 import threading
@@ -61,7 +63,7 @@ class Interrupts:
         hears of nothing. Gives whether interrupts are held here.
         """
         is_ours = threading.current_thread() is threading.main_thread() and not self._is_holding
-        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if not is_ours or _signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield False
             return
         self._noted = self._arrived = self._raised = 0
@@ -69,10 +71,10 @@ class Interrupts:
         try:
             # Inside of the `try`: putting the handler in raises what came just before.
             self._is_holding = True
-            signal.signal(signal.SIGINT, self._note)
+            _signal.signal(signal.SIGINT, self._note)
             yield True
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _signal.signal(signal.SIGINT, signal.default_int_handler)
             self._is_holding = False
         self.check()
 

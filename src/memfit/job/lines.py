@@ -38,6 +38,7 @@ from memfit.job.assembly import Assembly
 from memfit.job.setup import Prepared
 from memfit.job.step_runner import StepRunner
 from memfit.job.steps import make_update
+from memfit.tensors.module_walk import buffers_of
 from memfit.tensors.trees import tensors_in
 
 _NOT_FOR_LINES = "the job was planned for job.step, which makes whole steps. Make it with memfit.fit(..., lines=True), and a sample that is one batch of your loop"
@@ -221,7 +222,7 @@ class Lines:
             stack.enter_context(assembly.stepping())
             stack.enter_context(runner.phase())
             stack.enter_context(assembly.setting())
-            staying = [*assembly.model.buffers(), *tensors_in(given)]
+            staying = [*buffers_of(assembly.model), *tensors_in(given)]
             assembly.frames.begin_step(prepared.plan, prepared.calls, staying)
             watch = LineWatch(
                 held=runner.interrupts.held_briefly,

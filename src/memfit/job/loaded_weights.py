@@ -39,6 +39,8 @@ def load_weights(
     home: str | Path | None,
     machine: Machine,
     stack: ExitStack,
+    *,
+    encoding_bytes: int = 0,
 ) -> LoadedWeights:
     """Finds where weights come from, and puts those that are here aside where planning has no room
     beside them.
@@ -49,11 +51,12 @@ def load_weights(
         home: directory that homes on disk are made in.
         machine: with its limits.
         stack: closes files.
+        encoding_bytes: that encoding weights on their way home takes.
     """
     sources = open_sources(model, weights, stack)
     here = [p for p in model.parameters() if not is_away(p)]
     lacks_room = machine.counts_process and machine.lacks_room
-    load_bytes = machine.load_bytes(model, leaves=lacks_room)
+    load_bytes = machine.load_bytes(model, leaves=lacks_room, encoding_bytes=encoding_bytes)
     aside: WeightsAside | None = None
     if lacks_room:
         aside = stack.enter_context(WeightsAside(here, disk_directory(home)))

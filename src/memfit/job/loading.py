@@ -256,7 +256,7 @@ def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool, we
         states = None
         if state_file(path) is not None and not weights_only:
             states = _OpenStates(path, stack, job, restore_random=restore_random)
-        elif is_of_trainer(path / OLD_FILE_NAME):
+        elif not weights_only and is_of_trainer(path / OLD_FILE_NAME):
             warnings.warn(
                 f"{path} is a checkpoint of transformers' Trainer: its weights were loaded, its optimizer states and "
                 "settings (optimizer.pt) were not",

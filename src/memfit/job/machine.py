@@ -34,14 +34,17 @@ from memfit.core.limits import (
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
+from memfit.homes.memory_order import is_dense
 from memfit.job.hard_limit import HardLimit, outside_bytes
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
-# Two matrices of the probe, tracing, and a block that moves home.
-_EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
-# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own
-# growth while a model is traced: 15 to 62 MiB seen.
+# Beside the model as it was built on an emulated device: small tensors, rounding. What is tried out
+# and probed is host memory there (see `operation_trials`).
+_EMULATED_LOAD_SCRATCH_BYTES = 2 * MIB
+# Of a process staging of the disk's workers, the probe's matrices and buffers, code pages and
+# Python's own growth while a model is traced: 15 to 62 MiB seen. Of an accelerator the probe's
+# matrices, and what its caching allocator reserves for tensors that come and go.
 _LOAD_SCRATCH_BYTES = 64 * MIB
 # Where less than that is left, weights are put aside first: more than was seen, since other models
 # are larger.
@@ -200,24 +203,39 @@ class Machine:
     def lacks_room(self) -> bool:
         """True if what is there leaves no room below the limit for the scratch of planning."""
         limit = self.limits.device_bytes
-        room = _LOAD_ROOM_BYTES if self.counts_process else _LOAD_SCRATCH_BYTES
-        return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
+        if not self.counts_process:
+            return limit is not None and limit < self._device_bytes()
+        return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + _LOAD_ROOM_BYTES
 
-    def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
+    def lacks_room_for(self, nbytes: int) -> bool:
+        """Tells whether a device beside the host has no room for so many bytes more."""
+        limit = self.limits.device_bytes
+        return self.has_host and limit is not None and self._device_bytes() + nbytes > limit
+
+    def _device_bytes(self) -> int:
+        """Bytes that a device beside the host holds, with scratch for the load."""
+        if isinstance(self.meter, AcceleratorMeter):
+            return self.meter.held_bytes() + _LOAD_SCRATCH_BYTES
+        return self.meter.live_bytes() + _EMULATED_LOAD_SCRATCH_BYTES
+
+    def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False, encoding_bytes: int = 0) -> int:
         """Returns what is there when `fit` begins to move weights home.
 
         Of a process all that is resident, scratch, and the largest weight that is still to be made;
-        of a device what it holds, with scratch where it is emulated and small.
+        of a device what it holds, a weight that is to be made or copied into another memory order,
+        and scratch.
 
         Args:
             model: still whole, or built empty: then its weights come one at a time.
             leaves: its weights are put aside before there is scratch (see `deferred.aside`).
+            encoding_bytes: of a device, that encoding weights on their way home takes.
         """
+        to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         if not self.counts_process:
-            return self.meter.live_bytes() + (_EMULATED_LOAD_SCRATCH_BYTES if self.is_emulated else 0)
+            copied = max((p.nbytes for p in model.parameters() if not is_away(p) and not is_dense(p)), default=0)
+            return self._device_bytes() + max(to_come, copied) + encoding_bytes
         # Not only weights: some optimizers make their states when they are built.
         here = self.base_bytes() + (0 if self.allocator is None else self.allocator.stats().mapped_bytes)
-        to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
     def load_peak_bytes(self, model: torch.nn.Module) -> int:

@@ -3,12 +3,14 @@
 In: a device. Out: a `Rate` by `WorkKind`.
 
 [Note: measuring a rate]
-Operations run as a step runs them: fresh results, from torch's allocator as it is installed;
-backward by autograd; weights of products cold. Where one thread computes, its seconds on a
+Operations run as a step runs them: fresh results, from torch's allocator as it is installed, that
+stay for a while; backward by autograd; operands in turn, so that no cache of a core holds them, and
+weights of products cold. Where one thread computes, its seconds on a
 processor are taken, which others lengthen less than those of the clock. All classes take turns in
 rounds, so that work of others, which comes and goes, does not fall on one class alone. An
-operation's time is that of its best round, since other work can only slow it down, and in that
-round its median, since a step is the sum of many operations and not of the luckiest ones. A class's
+operation's time is the middle of the faster half of its rounds, since other work can only slow it
+down, and in each round its median, since a step is the sum of many operations and not of the
+luckiest ones. A class's
 rate is the mean over its operations of seconds for an amount. Its spread is the larger of two: how
 much the operations of a class differ (the class is then a rough one), and how much the rounds do
 (the machine is then not quiet).
@@ -21,6 +23,7 @@ import itertools
 import mmap
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +33,7 @@ from torch.nn import functional
 
 from memfit import devices
 from memfit.core.rates import Rate
-from memfit.core.work_kinds import FEW_PLACES, WorkKind, product_kind
+from memfit.core.work_kinds import BACKWARD_OF, FEW_PLACES, WorkKind, attention_flops, product_kind
 
 _ROUNDS = 4
 _TURN_S = 0.012
@@ -39,6 +42,7 @@ _SMALL = 1 << 20  # elements of an operation whose operands caches hold in part
 _LARGE = 1 << 23
 _FRESH_BYTES = 16 << 20
 _COLD = 10 << 20  # elements that no cache of a core holds
+_TURNS, _HELD = 4, 4
 _HALF = torch.bfloat16
 _FP32 = torch.float32
 
@@ -53,11 +57,21 @@ class _Operation:
         kind: its class.
         amount: of one call.
         make: makes its operands, and returns the call.
+        turns: of so many calls with operands of their own.
     """
 
     kind: WorkKind
     amount: float
     make: Callable[[], Trial]
+    turns: int = 1
+
+    def in_turn(self) -> Trial:
+        """Makes the calls; each call of the result is the next one's, whose own result stays until
+        some more have come.
+        """
+        calls = itertools.cycle([self.make() for _ in range(self.turns)])
+        held: deque[object] = deque(maxlen=_HELD)
+        return lambda: held.append(next(calls)())
 
 
 @dataclass
@@ -82,7 +96,7 @@ def measure_rates(
     found = [_Times(one) for one in _operations(device) if has_half or not _is_half(one.kind)]
     for _ in range(rounds):
         for times in found:
-            times.rounds.append(_middle_of_turn(times.operation.make(), device, seconds))
+            times.rounds.append(_middle_of_turn(times.operation.in_turn(), device, seconds))
     by_kind: dict[WorkKind, list[_Times]] = {}
     for times in found:
         by_kind.setdefault(times.operation.kind, []).append(times)
@@ -94,7 +108,7 @@ def _is_half(kind: WorkKind) -> bool:
 
 
 def _rate(group: list[_Times]) -> Rate:
-    per_amount = [min(one.rounds) / one.operation.amount for one in group]
+    per_amount = [sorted(one.rounds)[len(one.rounds) // 4] / one.operation.amount for one in group]
     mean = statistics.fmean(per_amount)
     among = statistics.pstdev(per_amount) / mean
     over_time = statistics.fmean((statistics.median(one.rounds) - min(one.rounds)) / min(one.rounds) for one in group)
@@ -157,7 +171,8 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[
             kind=product_kind(min(m, k, n), name),
             amount=2.0 * m * k * n,
             make=lambda m=m, k=k, n=n: _product_by_cold(
-                _tensor(m, k, device=device, dtype=dtype), _tensor(_cold(n * k), n, k, device=device, dtype=dtype)
+                _tensor(_TURNS, m, k, device=device, dtype=dtype),
+                _tensor(_cold(n * k), n, k, device=device, dtype=dtype),
             ),
         )
     if dtype is torch.float16:
@@ -179,8 +194,8 @@ def _cold(elements: int) -> int:
 
 
 def _product_by_cold(left: torch.Tensor, weights: torch.Tensor) -> Trial:
-    turns = itertools.cycle(weights)
-    return lambda: left @ next(turns).t()
+    rows, turns = itertools.cycle(left), itertools.cycle(weights)
+    return lambda: next(rows) @ next(turns).t()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Trial:
@@ -201,7 +216,10 @@ def _both(
 ) -> Iterator[_Operation]:
     for index in (0, 1):
         yield _Operation(
-            kind=kinds[index], amount=amounts[index], make=lambda index=index: _forward_and_backward(*make())[index]
+            kind=kinds[index],
+            amount=amounts[index],
+            make=lambda index=index: _forward_and_backward(*make())[index],
+            turns=_TURNS,
         )
 
 
@@ -218,7 +236,7 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
             q, k, v = (_tensor(rows, 4, places, 64, device=device, dtype=dtype, grad=True) for _ in range(3))
             return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal), (q, k, v)
 
-        flops = 4.0 * rows * 4 * places * places * 64
+        flops = attention_flops(4.0 * rows * 4 * places * places * 64, places)
         there, back = kinds[0], (kinds[1], 2.5 * flops)
         if dtype is _HALF and places < FEW_PLACES:
             back = WorkKind.HALF_ATTENTION_ROWS, 4.0 * rows * places
@@ -335,8 +353,9 @@ def _elements(device: torch.device) -> Iterator[_Operation]:
         x = torch.randn(elements // 512, 512, device=device, requires_grad=True)
         return lambda: function(x), (x,)
 
-    for function in (functional.gelu, functional.silu):
-        yield from _both((fast, fast), (elements, elements), lambda f=function: pair(f))
+    for function, name in ((functional.gelu, "gelu_backward"), (functional.silu, "silu_backward")):
+        amounts = elements, elements * BACKWARD_OF[name]
+        yield from _both((fast, fast), amounts, lambda f=function: pair(f))
     yield _Operation(kind=fast, amount=elements, make=lambda: pair(torch.exp)[0])
     yield from _both((slow, slow), (elements, elements), lambda: pair(lambda x: functional.gelu(x, approximate="tanh")))
     yield _Operation(kind=slow, amount=elements, make=lambda: pair(torch.tanh)[0])

@@ -5,7 +5,7 @@ In: a plan and a batch. Out: `Prepared`, or a refusal that says which limit the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,16 +15,17 @@ from torch import nn
 from memfit.batches.splitting import signature_of
 from memfit.core.accumulation import accumulated
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import Order, Plan
+from memfit.core.plan import CallPlan, Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
+from memfit.job.buckets import serving
 from memfit.job.plan_checks import check_meaning
 from memfit.job.setup import Planned, Prepared, Setup
-from memfit.job.user_hooks import hooks_of, marks_of, tell_hooks
+from memfit.job.user_hooks import hooks_of, tell_hooks
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_step
@@ -108,7 +109,7 @@ def forward_pass(plan: Plan, profile: Profile, microbatches: int, *, within_byte
     return min(found, key=lambda one: one[0])[1]
 
 
-def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepared:
+def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Profile | None = None) -> Prepared:
     """Traces a batch and prepares it.
 
     Args:
@@ -117,6 +118,7 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
         batch: with any number of rows: the last one of an epoch may have fewer than the plan has
             microbatches.
         adds_apart: of the job's plan.
+        like: profile of the batch that the plan was decided for; None: of this one.
 
     Raises:
         UnsupportedError: the plan would train another model on this batch.
@@ -124,6 +126,11 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
     problem = setup.problem
     cut = replace(plan, microbatches=problem.cut.most(batch, plan.microbatches))
     traced = problem.profile_for(cut, batch, checks_repeat=False)
+    if like is not None:
+        cut = for_other_calls(cut, _sites(like), _sites(traced))
+        if traced.keeps_order and not like.keeps_order:
+            # Parts that the sample's did not foretell: they draw numbers, or use a weight again.
+            cut = replace(cut, order=Order.MICROBATCH_MAJOR)
     check_meaning(cut, traced, is_committed=setup.run is not None)
     return prepared_for(
         traced,
@@ -133,6 +140,40 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
         adds_apart=adds_apart,
         device=setup.device,
     )
+
+
+def for_other_calls(plan: Plan, sites: Sequence[str], others: Sequence[str]) -> Plan:
+    """Returns the plan for a batch whose calls are others than those it was decided for, which it
+    counts: text without images, say.
+
+    A call has the policy of the call of the same module there, the first of them the first's, and
+    keeps what it saves where there was none.
+
+    Args:
+        plan: decided.
+        sites: of the calls that it was decided for.
+        others: of the calls of the batch.
+    """
+    if sites == others:
+        return plan
+    policies: dict[str, list[CallPlan]] = {}
+    for index, site in enumerate(sites):
+        policies.setdefault(site, []).append(plan.call(index))
+    calls: list[CallPlan] = []
+    for index, site in enumerate(others):
+        left = policies.get(site, [CallPlan()])
+        call = left.pop(0) if len(left) > 1 else left[0]
+        goes_on = bool(index) and call.joins_previous and calls[-1].saved is call.saved
+        calls.append(call if goes_on else replace(call, joins_previous=False))
+    tail = plan.tail
+    if tail is not None:
+        end = len(others) - (len(sites) - tail)
+        tail = end if end >= 0 and others[end:] == sites[tail:] else None
+    return replace(plan, calls=tuple(calls), tail=tail)
+
+
+def _sites(profile: Profile) -> tuple[str, ...]:
+    return tuple(call.site for call in next(iter(profile.traces.values())).calls)
 
 
 def with_smaller(setup: Setup, sample: Any, cut: Plan, found: Profile) -> Profile:
@@ -188,18 +229,18 @@ class PreparedShapes:
         """All that is prepared; the sample, at least."""
         return tuple(self._known.values()) or (self._planned.prepared,)
 
-    def note_program(self, check_hooks: Callable[[], None]) -> None:
+    def note_program(self, marks: tuple[object, ...], check_hooks: Callable[[], None]) -> None:
         """Forgets all where modules are in other modes (`model.train()` after a frozen start), or
         hooks came or went: that is another program.
 
         Args:
+            marks: of the model now (`user_hooks.marks_of`).
             check_hooks: raises where the plan does not bear the hooks that are there now. Asked
                 again until it does not raise.
         """
-        model = self._planned.setup.problem.model
-        marks = marks_of(model)
         if marks == self._marks:
             return
+        model = self._planned.setup.problem.model
         modes, hooks = _modes(model), hooks_of(model)
         if hooks != self._hooks:
             check_hooks()
@@ -231,12 +272,16 @@ class PreparedShapes:
         """As `prepare`. Returns in words what passes a limit, too; None if nothing does."""
         planned = self._planned
         signature = signature_of(batch, planned.setup.problem.cut, planned.plan.microbatches)
+        if signature not in self._known:
+            # The one that serves it is used, and so not forgotten.
+            signature = serving(self._known, signature) or signature
         if signature in self._known:
             # the one that was used last stands last
             known = self._known[signature] = self._known.pop(signature)
             return known, None
         with self._looking_away():
-            prepared = prepare(planned.setup, planned.plan, batch, adds_apart=planned.adds_apart)
+            like = planned.prepared.profile
+            prepared = prepare(planned.setup, planned.plan, batch, adds_apart=planned.adds_apart, like=like)
         excess = self._excess(prepared)
         if excess is None:
             self._known[signature] = prepared

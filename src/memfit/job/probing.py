@@ -35,8 +35,6 @@ _PROBE_SIZE = 768
 # reserve of every plan, so that no limit is refused and no proof is spoilt for the probe's sake.
 _PROBE_DEVICE_SIZE = 2432
 _PROBE_LINK_BYTES = 32 * MIB
-# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing
-# happens inside that limit.
 _PROBE_EMULATED_LINK_BYTES = 4 * MIB
 
 
@@ -57,6 +55,13 @@ def probe(
         probes_bf16: matrix products in bf16 too.
         probes_codecs: decoding and encoding of optimizer states.
     """
+    # Host memory of an emulated device: its limit may leave no room beside the model as it was
+    # built.
+    with machine.host_ledger():
+        return _probe(machine, directory, probes_bf16=probes_bf16, probes_codecs=probes_codecs)
+
+
+def _probe(machine: Machine, directory: str | Path | None, *, probes_bf16: bool, probes_codecs: bool) -> Hardware:
     where = disk_directory(directory)
     saved = None if machine.is_emulated else load_saved(machine.device)
     # With the threads and pieces that homes have: what others would reach prices no plan.
@@ -109,9 +114,7 @@ def disk_directory(directory: str | Path | None) -> Path:
 def _probe_host_link(machine: Machine) -> Link:
     if devices.is_accelerator(machine.device):
         return probe_copies(machine.device)
-    with machine.host_ledger():
-        on_host = torch.empty(_PROBE_EMULATED_LINK_BYTES, dtype=torch.uint8)
-    return probe_copies(machine.device, on_host)
+    return probe_copies(machine.device, torch.empty(_PROBE_EMULATED_LINK_BYTES, dtype=torch.uint8))
 
 
 def probe_copies(device: torch.device, on_host: torch.Tensor | None = None) -> Link:

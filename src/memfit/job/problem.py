@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.allocator import install
 from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, smaller_part, ways_of
 from memfit.batches.parts import ByParts
 from memfit.core.documents import read_document
-from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
@@ -40,10 +39,12 @@ from memfit.huggingface.vision import vision_way
 from memfit.job.compiled_blocks import CompiledBlocks, with_compiled
 from memfit.job.few_bits import check_frozen, with_frozen
 from memfit.job.machine import device_of
+from memfit.job.operation_trials import workspaces_of
+from memfit.job.own_parts import failures_of_parts, with_own_parts
 from memfit.job.setting import training_setting
 from memfit.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.profiling.blocks import BlockMap
-from memfit.profiling.measuring import Watch, Workspaces
+from memfit.profiling.measuring import Workspaces
 from memfit.profiling.trace import profile_step
 from memfit.tensors.trees import tensors_in
 
@@ -76,7 +77,7 @@ class Problem:
     aside: WeightsAside | None = None
     caches: CacheChoice = field(default_factory=CacheChoice)
     numerics: Wish = "auto"
-    workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
+    workspaces: Workspaces = field(default_factory=workspaces_of)
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
     compiled: CompiledBlocks | None = None
     is_for_accelerator: bool | None = None
@@ -241,6 +242,7 @@ class Problem:
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),
             casting_inputs(self.casts, cast_dtype(compute)),
+            failures_of_parts(self.cut),
         ):
             try:
                 found = profile_step(*arguments, **options)
@@ -262,11 +264,10 @@ class Problem:
     ) -> Profile:
         """The profile with what is known of the optimizer and of the loss's result."""
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
+        together = ("accelerator" if self._has_host else "cpu") in self.driver.together
         known: dict[str, Any] = {"updates": updates, "state_home_bytes": at_home, "rows_are_alike": self.cut.is_even}
-        known["updates_together"] = ("accelerator" if self._has_host else "cpu") in self.driver.together
-        parts = found.batch_rows if isinstance(self.cut, ByParts) else 0
-        found = replace(found, **known, counts_losses=counts_losses, own_parts=parts)
-        found = with_compiled(found, self.block_map, self.compiled)
+        found = replace(found, **known, updates_together=together, counts_losses=counts_losses)
+        found = with_compiled(with_own_parts(found, self.model, self.cut), self.block_map, self.compiled)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)
@@ -340,14 +341,6 @@ def _sum_of(block: BlockProfile, sizes: Mapping[str, StoredStates], figure: Call
     return sum(figure(sizes[p.name]) for p in block.parameters if p.name in sizes)
 
 
-def _watch() -> Watch | None:
-    """Memfit's allocator, as what operations take is measured with; None without a compiler."""
-    try:
-        return install().hidden_bytes
-    except TierUnavailableError:
-        return None
-
-
 def _largest(parts: Sequence[Any]) -> Any:
     """The part with most bytes, the first of several: what it takes, the others take at most."""
     return max(parts, key=lambda part: sum(t.numel() * t.element_size() for t in tensors_in(part)))
@@ -396,7 +389,9 @@ def check_arguments(
         raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
     check_wish(numerics, allow)
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm must be above 0, not {max_grad_norm}")
+        raise UsageError(
+            f"max_grad_norm must be above 0, not {max_grad_norm}: give the norm to clip to, or None to clip nothing"
+        )
 
 
 def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:
@@ -419,9 +414,7 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
 
 
 def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> Iterator[torch.Tensor]:
-    """Tensors of the job other than weights that predictions already include: batch,
-    buffers, gradients, optimizer states.
-    """
+    """Tensors beside weights that predictions include: batch, buffers, gradients, states."""
     yield from tensors_in(sample)
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)

@@ -13,8 +13,9 @@ class StepResult:
         loss: weighted mean over microbatches, of the whole batch.
         losses: one a microbatch, as the user's function returned it: mean or sum.
         norm: global gradient norm before clipping; None without `max_grad_norm`.
-        rows: rows of the batch.
-        tokens: elements of the batch's first integer tensor; None if it has none.
+        rows: rows of the batch; of `memfit.Parts` those of all parts, or the number of parts where
+            they do not show rows.
+        tokens: elements of the batch's (of each part's) first integer tensor; None if it has none.
         seconds: of this step, measured.
         peak_bytes: measured peak of the step: of the process without a GPU, else of the device.
         departures: what the model did that its trace did not foresee; each was served.

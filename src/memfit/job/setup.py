@@ -254,7 +254,8 @@ class Planned:
     Attributes:
         setup: its blocks are in the order of the profile's.
         plan: the decisions.
-        reason: why this plan.
+        reason: why this plan, and what was measured besides.
+        choice: the first alone, as a run keeps it.
         numerics: effect of the plan on the numbers.
         adds_apart: see `Plan.adds_apart`.
         prepared: for the sample's shapes.
@@ -272,6 +273,7 @@ class Planned:
     setup: Setup
     plan: Plan
     reason: str
+    choice: str
     numerics: Numerics
     adds_apart: bool
     prepared: Prepared

@@ -38,6 +38,7 @@ from memfit.job.setup import Planned, Prepared, Replan
 from memfit.job.step_watchers import StepWatchers
 from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
 from memfit.job.together import add_up, prepare_together, together
+from memfit.job.user_hooks import marks_of
 from memfit.tensors.guard import is_away
 from memfit.verification.census import Census, CensusReport
 
@@ -90,9 +91,10 @@ class StepRunner:
         The step before is committed first, with what was done after it.
         """
         assembly = self.assembly
-        assembly.check_unchanged()
+        marks = marks_of(assembly.model)
+        assembly.check_unchanged(marks)
         assembly.checkpointer.check_registered()
-        assembly.shapes.note_program(lambda: check_hooks(assembly, batch))
+        assembly.shapes.note_program(marks, lambda: check_hooks(assembly, batch))
         assembly.keep_changes()
         assembly.checkpointer.commit_if_due()
         replan = assembly.planned.replan
@@ -110,9 +112,10 @@ class StepRunner:
         what is to be run.
         """
         assembly = self.assembly
-        assembly.check_unchanged()
+        marks = marks_of(assembly.model)
+        assembly.check_unchanged(marks)
         assembly.checkpointer.check_registered()
-        assembly.shapes.note_program(lambda: check_hooks(assembly, sample))
+        assembly.shapes.note_program(marks, lambda: check_hooks(assembly, sample))
         assembly.keep_changes()
         assembly.checkpointer.commit_if_due()
         prepared = assembly.shapes.prepare(sample)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from memfit.allocator.kernel import is_refusal, refusal_words
+from memfit.batches.batch import batch_rows
+from memfit.batches.cutting import Cut
 from memfit.batches.parts import ByParts, Parts
 from memfit.batches.splitting import fractions, weights_of
 from memfit.core.errors import LimitBreachError, MemfitError, PeerError, StoreError, UnsupportedError, UsageError
@@ -27,6 +29,7 @@ from memfit.job.journaling import StepJournal
 from memfit.job.results import StepResult
 from memfit.job.setup import Prepared
 from memfit.job.together import add_up
+from memfit.tensors.module_walk import buffers_of
 from memfit.tensors.random_streams import RandomStream, draw_streams
 from memfit.tensors.trees import tensors_in
 
@@ -59,7 +62,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         if assembly.journal is not None:
             assembly.journal.begin_step()
         step = prepared.step if assembly.journal is None else prepared.in_turns(assembly.journal.turns())
-        assembly.frames.begin_step(prepared.plan, prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
+        assembly.frames.begin_step(prepared.plan, prepared.calls, [*buffers_of(model), *tensors_in(list(parts))])
         work = StepInput(
             run=lambda m: loss(model, parts[m]),
             shares=factors,
@@ -69,6 +72,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             begin_updates=None if scaler is None else driver.begin_step,
             journal=assembly.journal,
             count_over_ranks=None if ranks is None else lambda own: add_up(ranks, own),
+            adds_as_loop=bool(prepared.profile.own_parts) and not prepared.profile.keeps_order,
         )
         with assembly.setting():
             outcome = assembly.engine.run(step, work)
@@ -144,7 +148,7 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
         loss=total,
         losses=losses,
         norm=norm,
-        rows=assembly.setup.problem.cut.rows(batch),
+        rows=_rows(assembly.setup.problem.cut, batch),
         tokens=_tokens(batch),
         seconds=seconds,
         peak_bytes=assembly.machine.last_peak_bytes(),
@@ -204,9 +208,11 @@ def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> CutBatch:
 
 def _streams(prepared: Prepared) -> list[RandomStream | None]:
     """Returns the random numbers of each microbatch. Parts of the user's own that run one after the
-    other draw from the default generators, as in a loop.
+    other, or that draw nothing, leave the default generators to the loop.
     """
-    if prepared.profile.own_parts and prepared.plan.order is Order.MICROBATCH_MAJOR:
+    found = prepared.profile
+    draws = any(trace.uses_random for trace in found.traces.values())
+    if found.own_parts and (prepared.plan.order is Order.MICROBATCH_MAJOR or not draws):
         return [None] * prepared.microbatches
     return draw_streams(prepared.microbatches)
 
@@ -255,7 +261,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
         names = [assembly.blocks[b].name for b in updated]
         assembly.torn = (
             f"step {assembly.steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
-            + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
+            + (f" and {len(names) - 1} more block{'s' if len(names) > 2 else ''}" if len(names) > 1 else "")
         )
     if (
         isinstance(error, OF_DTYPES)
@@ -297,7 +303,19 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
     )
 
 
+def _rows(cut: Cut, batch: Any) -> int:
+    if not isinstance(batch, Parts):
+        return cut.rows(batch)
+    try:
+        return sum(batch_rows(part) for part in batch.batches)
+    except UsageError:
+        return cut.rows(batch)  # parts need not be made of rows
+
+
 def _tokens(batch: Any) -> int | None:
+    if isinstance(batch, Parts):
+        counts = [_tokens(one) for one in batch.batches]
+        return sum(count or 0 for count in counts) if any(count is not None for count in counts) else None
     return next((t.numel() for t in tensors_in(batch) if not t.is_floating_point() and t.dim() > 1), None)
 
 

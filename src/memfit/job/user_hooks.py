@@ -20,6 +20,7 @@ from torch import nn
 
 from memfit.core.errors import MemfitWarning, UnsupportedError
 from memfit.profiling.gradient_hooks import gradient_hooks, has_gradient_hooks
+from memfit.tensors.module_walk import modules_of
 
 _ASKS = frozenset({"is_tracing", "is_planning"})
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -78,29 +79,28 @@ def hooks_of(model: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def marks_of(model: nn.Module) -> tuple[object, ...]:
-    """Returns modes and numbers of hooks, memfit's own included, of all modules and parameters: as
-    long as they are the same, so are modes and `hooks_of`, which takes many times longer.
+    """Returns modes and numbers of hooks, memfit's own included, of all modules and parameters, and
+    which these are: as long as they are the same, so are modes, names and `hooks_of`, which takes
+    many times longer.
     """
     found: list[object] = []
-    pending, seen = [model], set[int]()
     # Parameters may be away, and their class would answer in Python.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001, nothing public does it
-        while pending:
-            module = pending.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
+        for module in modules_of(model):
             own = vars(module)
-            found += (id(module), own.get("training"))
-            # A number is given once in a process (`torch.utils.hooks.RemovableHandle`).
-            found += ((kind, *hooks) for kind in _KINDS if (hooks := own.get(kind)))
-            for parameter in own["_parameters"].values():
+            found += (id(module), own.get("training"), *own["_modules"])
+            for kind in _KINDS:
+                hooks = own.get(kind)
+                if hooks:
+                    # A number is given once in a process (`torch.utils.hooks.RemovableHandle`).
+                    found.append((kind, *hooks))
+            for name, parameter in own["_parameters"].items():
                 if parameter is not None:
-                    found.append(id(parameter))
-                    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # noqa: SLF001, as above
-                        if hooks:
-                            found.append(tuple(hooks))
-            pending += [child for child in own["_modules"].values() if child is not None]
+                    found += (name, id(parameter))
+                    if parameter._backward_hooks:  # noqa: SLF001, as above
+                        found.append(tuple(parameter._backward_hooks))  # noqa: SLF001, as above
+                    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001, as above
+                        found.append(tuple(parameter._post_accumulate_grad_hooks))  # noqa: SLF001, as above
     return tuple(found)
 
 

@@ -78,7 +78,9 @@ class WatchedJob(JobFacts):
         watchers = self._check_open().setup.watchers
         _check_function(callback, "on_update")
         if block is not None and block not in self.block_names:
-            raise UsageError(f"no block is called {block!r:.80}: job.block_names lists them; None is all of them")
+            raise UsageError(
+                f"no block is called {block!r:.80}: job.block_names lists them. To watch all of them, give None instead of a name"
+            )
         handle = RemovableHandle(watchers.entries)
         watchers.entries[handle.id] = (block, callback)
         return handle

@@ -83,10 +83,10 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
     origins = find_origins(model)
     if weights is None:
         return list(origins)
-    # Files are of the model alone: frozen ones beside it are as they are.
+    # Files are of the model alone: frozen ones beside it are as they are, or were built empty.
     files = stack.enter_context(WeightFiles(weights, saved_model(model), origins))
     warn_of_unused(files.unused)
-    return [files]
+    return [files, *origins]
 
 
 def warn_of_unused(names: Sequence[str]) -> None:

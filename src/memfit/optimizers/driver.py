@@ -15,7 +15,7 @@ the plan's question.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -349,13 +349,17 @@ class OptimizerDriver(StandingSteps):
 
     # The user's object.
 
-    def adopt(self, callbacks: OwnerCallbacks) -> Iterator[tuple[str, State]]:
+    def adopt(self, callbacks: OwnerCallbacks, order: Iterable[str] = ()) -> Iterator[tuple[str, State]]:
         """Takes the states over: the object is intercepted at once, its states come out one
         parameter at a time.
 
         Each parameter's entry leaves `optimizer.state` as it is yielded, so its memory is free as
         soon as the caller drops it. Parameters without states yield `{}`. Until the iteration has
         ended nothing else may use the object.
+
+        Args:
+            callbacks: of who has the states from now on.
+            order: names of parameters whose states come first; the others follow.
 
         Raises:
             UsageError: already adopted.
@@ -379,7 +383,8 @@ class OptimizerDriver(StandingSteps):
         interception.install()
         self._interception = interception
         kept = interception.kept_state
-        return ((name, kept.pop(entry.parameter, {})) for name, entry in self._entries.items())
+        names = dict.fromkeys([*order, *self._entries])
+        return ((name, kept.pop(self._entries[name].parameter, {})) for name in names)
 
     def restore(self, name: str, state: State) -> None:
         """Puts a parameter's whole state back where torch keeps it.

@@ -7,8 +7,9 @@ homes, whose `load_state_dict()` sends them there, and whose `step()`, `add_para
 
 [Note: interception] Everything is an attribute of the one instance (Python looks there before the
 class), so the class, other instances and `isinstance` are untouched, and `remove()` takes it all
-away. `Optimizer.__getstate__` pickles only `defaults`, `state` and `param_groups`: the attributes
-never reach a pickle or a deep copy.
+away. A `step` that somebody took before, which no attribute reaches, is met by a hook of the
+instance (`ClassStep`). `Optimizer.__getstate__` pickles only `defaults`, `state` and
+`param_groups`: the attributes never reach a pickle or a deep copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.optimizers.shadow import INTERCEPTED_METHODS, State
-from memfit.optimizers.step_hooks import mark_stepped
+from memfit.optimizers.step_hooks import ClassStep, mark_stepped
 from memfit.optimizers.validation import Entry
 
 
@@ -161,6 +162,7 @@ class Interception:
         """
         self._before: dict[str, Any] = {}
         self._step = step
+        self._class_step: Any = None
 
     def install(self) -> None:
         """Puts the stand-ins in place."""
@@ -174,6 +176,7 @@ class Interception:
             zero_grad=self._zero_grad,
             __getstate__=self._getstate,
         )
+        self._class_step = self._optimizer.register_step_pre_hook(ClassStep(self._step))
         self._hide_state()
 
     def remove(self) -> None:
@@ -181,6 +184,7 @@ class Interception:
         put into it).
         """
         attributes = vars(self._optimizer)
+        self._class_step.remove()
         for name in INTERCEPTED_METHODS:
             attributes.pop(name, None)
         attributes.update(self._before)

@@ -99,7 +99,7 @@ def _check_class(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS) or needed:
         raise UnsupportedError(
             f"{name}.step needs {needed[0] if needed else 'closure'!r}: such an optimizer runs the model several times "
-            "within one update, on all parameters at once. memfit makes one update a step; use a first-order optimizer."
+            "within one update, on all parameters at once. memfit makes one update a step; use one whose step() takes no closure, such as AdamW or SGD."
         )
     own_step = vars(optimizer).get("step")
     if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):

@@ -107,6 +107,7 @@ class ServedParameters:
             )
             stack.callback(self._house.close)
             self._house.move_in()
+            self._house.place_states()
             self._arrivals: dict[int, ByteHome] = {}
             if adds:
                 factory = own_factories(device, None)[tier]

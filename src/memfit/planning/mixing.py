@@ -62,7 +62,12 @@ class Shares:
 
 
 def best_shares(
-    prices: OptionPrices, room: ByteRoom, *, stall_weight: float, ends: Sequence[int] | None = None
+    prices: OptionPrices,
+    room: ByteRoom,
+    *,
+    stall_weight: float,
+    ends: Sequence[int] | None = None,
+    is_bound: bool = False,
 ) -> Shares | None:
     """Solves the mixture program; None if no mixture is within the room.
 
@@ -71,6 +76,7 @@ def best_shares(
         room: bytes.
         stall_weight: of the stalls of options, from 0 to 1.
         ends: index of the option of each group of ends, where they are decided.
+        is_bound: its seconds are what is asked for, so that all that bounds them counts.
 
     See [Note: the mixture program].
     """
@@ -85,7 +91,7 @@ def best_shares(
     for row in prices.rows:
         taken = [more.get(row, 0.0) for more, _ in options]
         here = prices.reference.amount(row)
-        if row.kind == "lane":
+        if row.kind == "lane" or (is_bound and row.kind == "bound"):
             matrix.append([*taken, -1.0])
             bounds_above.append(-here)
         elif (limit := limit_of(row, room)) is not None:

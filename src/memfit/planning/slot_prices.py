@@ -31,7 +31,7 @@ ValueT = TypeVar("ValueT", CallPlan, BlockPlan)
 
 class Row(NamedTuple):
     """Something that prices are said of, by its kind: bytes at a slot ("slot"), bytes in a tier
-    ("tier"), seconds of a lane ("lane").
+    ("tier"), seconds of a lane ("lane"), or seconds that only bounds look at ("bound").
     """
 
     kind: str
@@ -61,6 +61,8 @@ class Judged:
         if row.kind == "tier":
             return self.built.cost.peaks.get(row.tier, 0)
         cost = self.built.cost
+        if row.kind == "bound":
+            return cost.behind_s.get(row.lane, 0.0)
         return cost.busy_s.get(row.lane, cost.late_s.get(row.lane, 0.0))
 
     @property
@@ -196,6 +198,7 @@ def uniform(units: Units, policy: CallPlan, homes: BlockPlan) -> Mixture:
 def _rows_of(judged: Judged) -> set[Row]:
     rows = {Row("slot", slot=slot) for slot in judged.slots}
     rows |= {Row("tier", tier=tier) for tier in judged.built.cost.peaks if not tier.traits.is_device}
+    rows |= {Row("bound", lane=lane) for lane in judged.built.cost.behind_s}
     return rows | {Row("lane", lane=lane) for lane in (*judged.built.cost.busy_s, *judged.built.cost.late_s)}
 
 

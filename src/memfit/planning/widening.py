@@ -277,7 +277,8 @@ class _FrameSearch:
     @property
     def bound_s(self) -> float:
         """Seconds that no mixture of shares takes less than; infinite: none fits."""
-        shares = self._shares({}, 0.0, None, self._question.limits)
+        room = ByteRoom(device=self._question.budget.tensor_bytes, slack={}, tiers=self._question.limits)
+        shares = best_shares(self._prices, room, stall_weight=0.0, is_bound=True)
         return math.inf if shares is None else shares.seconds
 
     def refine(self) -> None:

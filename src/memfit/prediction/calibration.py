@@ -31,8 +31,8 @@ _UPDATES = frozenset(
     {WorkKind.PIECES, WorkKind.PIECE_TRANSFERS, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED}
 )
 _OVERHEAD = frozenset({
-    WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
-    WorkKind.SWITCHES,
+    WorkKind.OPERATIONS, WorkKind.PYTHON, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS,
+    WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.VISITS, WorkKind.VISITED,
 })  # fmt: skip
 GROUPS: Mapping[str, frozenset[WorkKind]] = {
     "products": PRODUCT_KINDS,

@@ -59,6 +59,8 @@ from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 _ROUNDING_S = 1e-12
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
+LAST_BACKWARD = "last backward"
+"""Names the instant at which the last backward is through."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,21 +213,28 @@ class Clock:
         """Returns the times of all operations, in order."""
         return self._ended([self._take(operation) for operation in step])
 
-    def run_with_turns(self, step: Step) -> tuple[list[ActionTime], list[Mapping[str, float]]]:
-        """Returns the times of all operations, and how long each lane had worked whenever a
-        backward followed a forward.
+    def run_with_turns(self, step: Step) -> tuple[list[ActionTime], dict[str, Mapping[str, float]]]:
+        """Returns the times of all operations, and how long each lane had worked at instants of the
+        step, by their names: the first and the last time that a backward follows a forward, and
+        when the last backward is through.
         """
         times: list[ActionTime] = []
-        turns: list[Mapping[str, float]] = []
+        instants: dict[str, Mapping[str, float]] = {}
+        operations = step.operations
+        behind = range(len(operations) - 1, -1, -1)
+        last = next((i for i in behind if isinstance(operations[i].action, Backward)), -1)
         is_forward = False
-        for operation in step:
+        for index, operation in enumerate(operations):
             if isinstance(operation.action, Forward):
                 is_forward = True
             elif is_forward and isinstance(operation.action, Backward):
                 is_forward = False
-                turns.append(dict(self.busy_s))
+                instants["last turn"] = dict(self.busy_s)
+                instants.setdefault("first turn", instants["last turn"])
             times.append(self._take(operation))
-        return self._ended(times), turns
+            if index == last:
+                instants[LAST_BACKWARD] = dict(self.busy_s)
+        return self._ended(times), instants
 
     def _ended(self, times: list[ActionTime]) -> list[ActionTime]:
         """Lets the last update that moved bytes end when links are through with all pieces."""

@@ -6,7 +6,7 @@ In: `Step`, `Hardware`. Out: `Timeline` (`predict`), or its sums (`appraise`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.core.hardware import Hardware
@@ -14,7 +14,7 @@ from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline, for_updates
 from memfit.prediction.bytes import follow_tier, peaks
-from memfit.prediction.clock import Clock, Pace
+from memfit.prediction.clock import LAST_BACKWARD, Clock, Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,15 @@ class Appraisal:
             forward to backward, the first or the last one: what the device computes before the
             turn, and that. Operations are given out in order: none behind the turn begins before.
             And because the device and each link serve updates as well.
+        behind_s: the same of what each lane does behind the last backward, which bounds say and
+            searches do not look at: with it as a lane they found slower plans.
     """
 
     peaks: Mapping[Tier, int]
     seconds: float
     busy_s: Mapping[str, float] = field(default_factory=dict[str, float])
     late_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    behind_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def peak_bytes(self) -> int:
@@ -108,22 +111,32 @@ def appraise(step: Step, hardware: Hardware | Pace) -> Appraisal:
     """
     pace = Pace(hardware) if isinstance(hardware, Hardware) else hardware
     clock = Clock(pace)
-    times, turns = clock.run_with_turns(step)
+    times, instants = clock.run_with_turns(step)
+    late = _late(clock.busy_s, instants, pace.hardware)
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
         busy_s=clock.busy_s,
-        late_s=_late(clock.busy_s, turns, pace.hardware),
+        late_s={name: seconds for name, seconds in late.items() if not name.endswith(LAST_BACKWARD)},
+        behind_s={name: seconds for name, seconds in late.items() if name.endswith(LAST_BACKWARD)},
     )
 
 
-def _late(busy_s: Mapping[str, float], turns: Sequence[Mapping[str, float]], hardware: Hardware) -> dict[str, float]:
-    ways = [f"{tier} {way}" for tier in hardware.away for way in ("read", "write")]
-    shared = {"compute": (COMPUTE_LANE, UPDATE_LANE)} | {way: (way, for_updates(way)) for way in ways}
+def _late(
+    busy_s: Mapping[str, float], instants: Mapping[str, Mapping[str, float]], hardware: Hardware
+) -> dict[str, float]:
+    """Seconds of what is behind each instant, and of what the device and links do in all."""
+    shared = {"compute": (COMPUTE_LANE, UPDATE_LANE)} | _with_updates(hardware)
     late = {f"{name} with updates": sum(busy_s.get(lane, 0.0) for lane in lanes) for name, lanes in shared.items()}
-    behind = {UPDATE_LANE: (UPDATE_LANE,), HOST_LANE: (HOST_LANE,)} | {way: shared[way] for way in ways}
-    for which, turn in zip(("first", "last"), (*turns[:1], *turns[-1:]), strict=False):
+    behind = {UPDATE_LANE: (UPDATE_LANE,), HOST_LANE: (HOST_LANE,)} | _with_updates(hardware)
+    for which, instant in instants.items():
         for name, lanes in behind.items():
-            left_s = sum(busy_s.get(lane, 0.0) - turn.get(lane, 0.0) for lane in lanes)
-            late[f"{name}, after the {which} turn"] = turn.get(COMPUTE_LANE, 0.0) + left_s
+            left_s = sum(busy_s.get(lane, 0.0) - instant.get(lane, 0.0) for lane in lanes)
+            late[f"{name}, after the {which}"] = instant.get(COMPUTE_LANE, 0.0) + left_s
     return late
+
+
+def _with_updates(hardware: Hardware) -> dict[str, tuple[str, str]]:
+    """Both lanes of each direction of each link, by its name."""
+    ways = [f"{tier} {way}" for tier in hardware.away for way in ("read", "write")]
+    return {way: (way, for_updates(way)) for way in ways}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memfit.core.operators import runs_across
-from memfit.core.work_kinds import FEW_PLACES, Work, WorkKind, as_work, product_kind
+from memfit.core.work_kinds import BACKWARD_OF, FEW_PLACES, Work, WorkKind, as_work, attention_flops, product_kind
 from memfit.profiling.traced_trees import operator_tensors
 
 aten = torch.ops.aten
@@ -107,6 +107,8 @@ def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
         kind = _flops_kind(packet, name, args, read)
         if kind is WorkKind.HALF_ATTENTION_BACKWARD and args[1].shape[-2] < FEW_PLACES:
             amounts[WorkKind.HALF_ATTENTION_ROWS] = float(args[1].shape[:-1].numel())
+        elif name.startswith(_ATTENTION):
+            amounts[kind] = attention_flops(flops, args[1 if name.endswith("backward") else 0].shape[-2])
         else:
             amounts[kind] = float(flops)
         return as_work(amounts)
@@ -128,7 +130,7 @@ def _amount(
     elements = max((t.numel() for t in (*read, *made)), default=0)
     kind = WorkKind.SLOW_FUNCTIONS if is_by_tanh or _is_odd_power(name, args) else _BY_ELEMENT.get(name)
     if kind is not None:
-        return kind, elements
+        return kind, int(elements * BACKWARD_OF.get(name, 1.0))
     if name in _GATHERED:
         # Of the table that is read, as much as is taken from it; all of one that is written.
         return WorkKind.GATHERED, sum(map(_bytes, made)) + min(map(_bytes, (*read, *made)), default=0)

@@ -65,7 +65,8 @@ def assemble_profile(
     traces = _with_kinds([t.profile for t in traced])
     spanning = frozenset[str]().union(*(t.spanning for t in traced))
     calls = next(iter(traces.values())).calls
-    called = dict.fromkeys(name for call in calls for name in call.blocks)
+    # Not of a later batch of a job, which has its blocks in their places.
+    called = {} if block_map.is_arranged else dict.fromkeys(name for call in calls for name in call.blocks)
     position = {name: index for index, name in enumerate(called)}
     blocks = [_block_profile(block, spanning, compute_dtype) for block in block_map.blocks]
     states = {block.name: sum(state_bytes.get(parameter.name, 0) for parameter in block.parameters) for block in blocks}

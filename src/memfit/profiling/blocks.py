@@ -77,10 +77,18 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockMap:
-    """Blocks partition the parameters of the model; sites refer to blocks by index."""
+    """Blocks partition the parameters of the model; sites refer to blocks by index.
+
+    Attributes:
+        blocks: in the order of the model's modules, or in that of a trace's calls.
+        sites: modules that may be calls.
+        is_arranged: blocks are in the order of a job's sample. A later batch may call others first,
+            and keeps that order: schedules name blocks by their index.
+    """
 
     blocks: tuple[Block, ...]
     sites: tuple[ModuleSite, ...]
+    is_arranged: bool = False
 
     def block_of_parameter(self) -> dict[int, int]:
         """Index of the block by `id(parameter)`."""
@@ -146,7 +154,7 @@ def refine_blocks(
     for site in block_map.sites:
         names = [*(old_names[index] for index in site.blocks), *reads.get(site.name, ())]
         sites.append(replace(site, blocks=tuple(position[name] for name in dict.fromkeys(names))))
-    return BlockMap(blocks=blocks, sites=tuple(sites))
+    return BlockMap(blocks=blocks, sites=tuple(sites), is_arranged=True)
 
 
 def _check_tensors(model: nn.Module) -> None:

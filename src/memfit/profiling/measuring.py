@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,14 +112,19 @@ class Workspaces:
 
     See [Note: small runs].
 
-    Memory: 4 MiB while an operation runs, and what it takes itself.
+    Memory: 4 MiB while an operation runs, of a convolution up to twice 32, and what it takes
+    itself.
 
     Args:
         watch: measures tensors on the CPU; None: only the table is asked.
+        apart: context in which operations are tried: where they are not to count as the device's.
     """
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(
+        self, watch: Watch | None = None, apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._watch = watch
+        self._apart = apart
         self._laws: dict[Any, _Law | None] = {}
         # Of convolutions on half of few rows, and on all of these.
         self._rows: dict[Any, tuple[int, int] | None] = {}
@@ -247,7 +253,7 @@ class Workspaces:
         random = torch.get_rng_state()
         results: list[Any] = []
         try:
-            with unset_fake_temporarily(), torch.no_grad():
+            with self._apart(), unset_fake_temporarily(), torch.no_grad():
                 made: dict[int, torch.Tensor] = {}
                 own_args, own_kwargs = (_made(part, sizes, made) for part in (tuple(args), dict(kwargs)))
 

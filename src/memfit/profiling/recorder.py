@@ -32,6 +32,7 @@ from memfit.profiling.known_values import Values
 from memfit.profiling.operation_facts import Facts
 from memfit.profiling.operations import run_operation
 from memfit.profiling.origins import Origins, written_tensors
+from memfit.profiling.python_calls import PythonCalls
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 from memfit.profiling.storage_log import IS_VIEW, StorageLog
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
@@ -96,6 +97,7 @@ class TraceRecorder(TorchDispatchMode):
         self.values = Values(self.log.is_trusted, self.log.distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
         self.attention = AttentionFollower()
+        self.python = PythonCalls(self.forward)
         self._known = known
 
     # -- what is known before the step ----------
@@ -137,13 +139,12 @@ class TraceRecorder(TorchDispatchMode):
         for _, record in records:
             record.is_left = True
 
-    def left_read(self) -> frozenset[int]:
-        """Ids of those that were read: an operation took values from their storages."""
-        return frozenset(id(tensor) for tensor, record, _ in self._left if id(record) in self._left_read)
-
-    def left_written(self) -> frozenset[int]:
-        """Ids of those that were changed in place."""
-        return frozenset(id(tensor) for tensor, record, writes in self._left if record.writes > writes)
+    def left_used(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Ids of those that were read (an operation took values from their storages), and of those
+        that were changed in place.
+        """
+        read = frozenset(id(tensor) for tensor, record, _ in self._left if id(record) in self._left_read)
+        return read, frozenset(id(tensor) for tensor, record, writes in self._left if record.writes > writes)
 
     def end_forward(
         self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
@@ -177,7 +178,9 @@ class TraceRecorder(TorchDispatchMode):
             # Asked more often than anything is computed: fake tensors know it without another
             # dispatch.
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
-        kwargs = kwargs or {}
+        return self.python.uncounted(self._dispatched, func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.log.begin_operation()
         kind = self._known.kind(func)
         read: list[torch.Tensor] = []

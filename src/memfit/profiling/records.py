@@ -181,10 +181,12 @@ class SegmentRecord:
     Attributes:
         asked: place in the log at which backward first asked for a saved tensor that the step made;
             None: it did not.
+        python_calls: functions of Python that the program called.
     """
 
     call: int
     began: int
     asked: int | None = None
     flops: int = 0
+    python_calls: int = 0
     work: dict[WorkKind, float] = field(default_factory=dict[WorkKind, float])

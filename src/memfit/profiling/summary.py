@@ -147,7 +147,9 @@ def _call(
 
 
 def _work(segments: Iterable[SegmentRecord], call: int) -> Work:
-    return summed((as_work(segment.work), 1.0) for segment in segments if segment.call == call)
+    own = [segment for segment in segments if segment.call == call]
+    python = as_work({WorkKind.PYTHON: float(sum(segment.python_calls for segment in own))})
+    return summed([*((as_work(segment.work), 1.0) for segment in own), (python, 1.0)])
 
 
 def _backward_work(segments: Iterable[SegmentRecord], call: int) -> Work:

@@ -97,6 +97,9 @@ def run_traced(
         _place_hooks(stack, recorder, setting, made, is_whole=is_whole)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            return recorder.python.uncounted(keep, tensor)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor | None:
             recorder.note_saved(tensor)
             return None if not is_whole else recorder.log.saved_apart(tensor, setting.known) if is_fake else tensor
 
@@ -113,9 +116,11 @@ def run_traced(
                 setting.loss(setting.model, batch)
             marks = ModuleMarks(setting.model, program)
             recorder.watch_left(tensor for tensors in marks.tensors.values() for tensor in tensors)
-            value = setting.loss(setting.model, batch)
+            with recorder.python.counted():
+                value = setting.loss(setting.model, batch)
         recorder.exchanged, recorder.changed = marks.exchanged(), marks.changed()
-        recorder.replaced = marks.replaced(recorder.left_written(), recorder.left_read() if repeats else None)
+        read, written = recorder.left_used()
+        recorder.replaced = marks.replaced(written, read if repeats else None)
         recorder.uses_random |= has_drawn()
         _check_loss(value)
         if is_whole:
@@ -293,10 +298,13 @@ def _hook_module(
     recorder: TraceRecorder, module: nn.Module, name: str, leaves: Mapping[str, frozenset[int]] | None
 ) -> Callable[[], None]:
     def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder.enter_module(entered, name, args, kwargs)
+        recorder.python.uncounted(recorder.enter_module, entered, name, args, kwargs)
 
     def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del args, kwargs
+        recorder.python.uncounted(left, output)
+
+    def left(output: Any) -> None:
         call = recorder.leave_module(output)
         if call is not None and leaves is not None:
             _watch_gradients(recorder, call, output, leaves)

@@ -155,6 +155,10 @@ class GradientBytes:
         """
         profile = self._profile.blocks[block]
         held = self._held.pop(block, 0)
+        if self._plan.ranks > 1:
+            # Widened and added in the buffers of the exchange.
+            self._leaving[block] = held
+            return 0
         is_narrow = not self.is_summed and held
         leaving, passing = widened_bytes(profile) if is_narrow else (0, 0)
         # The widened pieces take the place of the narrow gradient, which is given up parameter by

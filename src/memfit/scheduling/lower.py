@@ -48,6 +48,7 @@ from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
 from memfit.core.work_kinds import WorkKind, summed
+from memfit.scheduling import work_amounts
 from memfit.scheduling.activation_bytes import ActivationBytes
 from memfit.scheduling.given_tokens import GivenTokens
 from memfit.scheduling.gradient_bytes import GradientBytes
@@ -72,7 +73,6 @@ from memfit.scheduling.sizes import (
     uses_disk,
     weight_home_bytes,
 )
-from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, TAIL_ENTRY, adding_work, segment_work, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
@@ -278,10 +278,10 @@ class _Lowering:
         draft, b = self._draft, action.block
         self._line.wait(b)
         self._visiting.add(b)
-        size = self._weight_bytes[b]
-        draft.change("weight", self._owner[b], size)
+        draft.change("weight", self._owner[b], self._weight_bytes[b])
         draft.after = self._tokens.waits(_UPDATE, b)
-        self._fetch_from(b, size)
+        self._fetch_from(b)
+        draft.work = work_amounts.visit_work(self._profile.blocks[b]) if is_processor(self._device) else ()
         draft.gives = self._tokens.of_block(_FETCH, b)
 
     def _release(self, action: Release) -> None:
@@ -317,26 +317,25 @@ class _Lowering:
             beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
             self._draft.rise(beside, "staging", "new versions", _COMPLETING_BYTES)
 
-    def _fetch_from(self, block: int, size: int) -> None:
+    def _fetch_from(self, block: int) -> None:
         """Lowers a visit's reads: from home, or a rank's share there and the other ranks."""
         home, profiled = self._homes[block], self._profile.blocks[block]
         if home.weight_home is not Tier.DEVICE:
             here = weight_home_bytes(self._plan, self._profile, profiled)
-            self._draft.transfer(home.weight_home, "read", "weight", min(here, size))
+            self._draft.transfer(home.weight_home, "read", "weight", min(here, self._weight_bytes[block]))
         if home.weights_over is Share.DATA:
             self._draft.receive("weight", received_weight_bytes(self._plan, profiled))
 
     def _accumulate(self, action: Accumulate) -> None:
         draft, block = self._draft, action.block
         draft.waits = self._take_leaving()
-        made = self._gradients.accumulate(block)
-        if made:
+        if made := self._gradients.accumulate(block):
             draft.rise(Tier.DEVICE, "staging", "gradients going home", made)
         home = self._homes[block].gradient_home
         profiled = self._profile.blocks[block]
         if self._plan.ranks > 1:
             size = gradient_home_bytes(self._plan, self._profile, profiled)
-            draft.change("staging", "gradients among ranks", exchange_bytes(self._plan, profiled))
+            draft.change("staging", "gradients among ranks", exchange_bytes(self._plan, self._profile, profiled))
             draft.receive("gradient", received_gradient_bytes(self._plan, profiled))
         else:
             size = flat_gradient_bytes(profiled)
@@ -347,16 +346,16 @@ class _Lowering:
             draft.awaited = (draft.way(home, "read", "gradient", size),)
         if home is not Tier.DEVICE:
             draft.transfer(home, "write", "gradient", size)
+        draft.work = work_amounts.leaving_work(profiled, home) if is_processor(self._device) else ()
         self._leaving.append(block)
         draft.gives = self._tokens.of_block(_ACCUMULATE, block)
 
     def _update(self, action: Update) -> None:
-        """Lowers an update, whose reads, work and writes are a pipeline: it ends with the slowest
-        of the three.
-        """
+        """Lowers an update: a pipeline of reads, work and writes, which ends with the slowest."""
         draft, block = self._draft, action.block
+        left, known = self._take_leaving(), list(draft.changes)
         # A visit that no call waited for still arrives, and would overwrite what is updated.
-        draft.waits = [*self._take_leaving(), *(self._tokens.waits(_FETCH, block) if block in self._visiting else ())]
+        draft.waits = [*left, *(self._tokens.waits(_FETCH, block) if block in self._visiting else ())]
         self._line.submit(block, is_here=self._is_here(block))
         plan, profile, name = self._plan, self._profile, self._shape.blocks[block]
         is_visiting = block in self._visiting
@@ -367,7 +366,7 @@ class _Lowering:
             lambda: update_traffic(plan, profile, block, is_visiting=is_visiting, device=self._device),
         )
         draft.after = [*self._tokens.waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
-        # What the host's cores work on comes to host memory, and goes no further.
+        # What the host's cores work on comes to host memory and goes no further.
         way = Transfer if self._updates_on_host[block] else draft.way
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
             for (tier, category), nbytes in moved.items():
@@ -375,7 +374,7 @@ class _Lowering:
         draft.is_chain = False
         draft.gives = self._tokens.of_block(_UPDATE, block)
         draft.behind, self._pipeline = self._pipeline, draft.gives
-        work = self._known.of_update(plan, name, "work", lambda: update_work(plan, profile, block))
+        work = self._known.of_update(plan, name, "work", lambda: work_amounts.update_work(plan, profile, block))
         if self._updates_on_host[block]:
             draft.host_work = work
             draft.update_place = UpdatePlace.HOST
@@ -387,7 +386,8 @@ class _Lowering:
                 draft.update_place = UpdatePlace.BESIDE
             else:
                 draft.update_place = UpdatePlace.AT_ONCE
-                draft.rise(Tier.DEVICE, "staging", "updates", self._line.peak_bytes[Tier.DEVICE])
+                # Gradients on their way home are there before the first piece is made.
+                draft.rise_behind(known, "staging", "updates", self._line.peak_bytes[Tier.DEVICE])
                 self._line.wait(block)
 
     # --- computing
@@ -399,15 +399,15 @@ class _Lowering:
             self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
-            tail = () if self._schedule.tail is None or self._schedule.microbatches == 1 else TAIL_ENTRY
-            entries = summed([(SEED_ENTRY, 1.0), (tail, 1.0)])
+            tail = () if self._schedule.tail is None or self._schedule.microbatches == 1 else work_amounts.TAIL_ENTRY
+            entries = summed([(work_amounts.SEED_ENTRY, 1.0), (tail, 1.0)])
             losses = [(self._traces[m].seed_work, 1.0) for m in microbatches]
             self._draft.work = summed([*losses, (entries, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
         is_adding = False
         if isinstance(action, Start):
-            own = STEP_ITSELF if action.microbatch == 0 else ()
+            own = work_amounts.STEP_ITSELF if action.microbatch == 0 else ()
             self._draft.work = summed([(self._traces[action.microbatch].prologue_work, 1.0), (own, 1.0)])
         if isinstance(action, Backward):
             segment = self._segment[action.first]
@@ -437,8 +437,8 @@ class _Lowering:
         key = ("work", facts.roles[segment], is_backward, is_adding, is_switch)
         found = facts.of_segments.get(key)
         if found is None:
-            work = segment_work(facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
-            sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
+            work = work_amounts.segment_work(facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
+            sums = work_amounts.adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
             switches = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
             found = facts.of_segments[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
         draft.work = found
@@ -464,12 +464,10 @@ class _Lowering:
                 draft.gives = Token(_RELOAD, key)
 
     def _take_leaving(self) -> list[Token]:
-        """Waits for gradients that are on their way home: from here on they have no bytes on the
-        device.
-        """
+        """Waits for gradients on their way home: from here on they have no bytes on the device."""
         tokens = [token for b in self._leaving for token in self._tokens.waits(_ACCUMULATE, b)]
         for b in self._leaving if self._plan.ranks > 1 else ():
-            nbytes = exchange_bytes(self._plan, self._profile.blocks[b])
+            nbytes = exchange_bytes(self._plan, self._profile, self._profile.blocks[b])
             self._draft.change("staging", "gradients among ranks", -nbytes)
         self._leaving = []
         self._gradients.end_leaving()
@@ -488,8 +486,8 @@ class _Lowering:
         self._draft.waits = self._tokens.of_kinds(kinds)
 
     def _is_here(self, block: int) -> bool:
-        is_resting = self._homes[block].weight_home is Tier.DEVICE and not self._profile.blocks[block].encoded_bytes
-        return block in self._visiting or block not in self._shape.visiting or is_resting
+        is_at_home = self._homes[block].weight_home is Tier.DEVICE and not self._profile.blocks[block].encoded_bytes
+        return block in self._visiting or block not in self._shape.visiting or is_at_home
 
     def _updated(self, block: int) -> list[Token]:
         """Waits for the block's update before its bytes go; one on the host touches none."""

@@ -67,6 +67,14 @@ class OperationDraft:
         """Notes bytes that are held while the operation runs, above those before it."""
         self.during.append(ByteChange(tier, category, owner, nbytes))
 
+    def rise_behind(self, gone: Sequence[ByteChange], category: str, owner: str, nbytes: int) -> None:
+        """Notes bytes of the device that are held while the operation runs, but not before others
+        have gone that it waits for.
+        """
+        if nbytes + sum(change.nbytes for change in gone) > 0:
+            self.during += gone
+            self.rise(Tier.DEVICE, category, owner, nbytes)
+
     def transfer(self, tier: Tier, direction: str, category: str, nbytes: int) -> None:
         """Notes a transfer that the operation begins, if it moves anything, to or from the
         device.

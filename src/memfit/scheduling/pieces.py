@@ -29,10 +29,12 @@ from dataclasses import dataclass
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile
+from memfit.core.shares import Share
 from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier
 from memfit.core.update_profile import UpdateProfile
 from memfit.scheduling.known_facts import KnownFacts
+from memfit.scheduling.sizes import cut_of
 
 _WIDE_BYTES = 4
 # Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment
@@ -140,10 +142,19 @@ class UpdatePieces:
         profile = self._profile.blocks[block]
         return tuple(
             self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
-            for parameter in profile.parameters
+            for parameter, numel in zip(profile.parameters, self._held(profile), strict=True)
             if parameter.name in updates and parameter.requires_grad
-            for elements in _cut(parameter, updates[parameter.name])
+            for elements in _cut(numel, updates[parameter.name])
         )
+
+    def _held(self, block: BlockProfile) -> Sequence[int]:
+        """Returns how many elements of each parameter a rank updates: the rank that has most of
+        it.
+        """
+        if self._plan.block(block.name).states_over is Share.WHOLE:
+            return [math.prod(parameter.shape) for parameter in block.parameters]
+        cut = cut_of(self._plan, self._profile, block)
+        return [max(map(len, of_ranks)) for of_ranks in zip(*map(cut.held, range(cut.ranks)), strict=True)]
 
     def _piece(
         self, block: BlockProfile, parameter: TensorProfile, update: UpdateProfile, elements: int, *, is_here: bool
@@ -180,10 +191,10 @@ class UpdatePieces:
         if rounded and not plan.drops_masters:
             made += rounded
         leaving += rounded if homes.weight_home is not Tier.DEVICE else 0
-        # The gradient.
+        # The gradient; sums over ranks are wide already.
         if homes.gradient_home is not place:
             coming += share(whole)
-        elif whole != parameter.nbytes and not self._is_summed and not on_host:
+        elif whole != parameter.nbytes and not self._is_summed and not on_host and plan.ranks == 1:
             working += share(whole)
         # States: what is encoded is decoded to work on it, and encoded into other memory.
         coming += share(update.state_bytes) if has_state_away else 0
@@ -206,9 +217,11 @@ class UpdatePieces:
         return PieceBytes(coming=coming, working=working, leaving=leaving)
 
 
-def _cut(parameter: TensorProfile, update: UpdateProfile) -> Sequence[int]:
-    """Elements of a parameter's pieces; of whole ones, all alike, three at most."""
-    numel, size = math.prod(parameter.shape), update.piece_elements
+def _cut(numel: int, update: UpdateProfile) -> Sequence[int]:
+    """Elements of the pieces of so many elements of a parameter; of whole ones, all alike, three at
+    most.
+    """
+    size = update.piece_elements
     if not numel or not size:
         return ()
     whole = (numel - 1) // size
@@ -277,7 +290,7 @@ def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:
             continue
         for parameter in block.parameters:
             if parameter.name in profile.updates and parameter.requires_grad and (numel := math.prod(parameter.shape)):
-                elements = max(_cut(parameter, profile.updates[parameter.name]), default=0)
+                elements = max(_cut(numel, profile.updates[parameter.name]), default=0)
                 largest = max(largest, parameter.nbytes // numel * elements)
     return MOVED_PIECES * largest
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memfit.core.layout import PINNED_STAGING_BYTES
+from memfit.core.layout import ALIGNMENT_BYTES, PINNED_STAGING_BYTES
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
@@ -26,6 +26,9 @@ from memfit.scheduling.sizes import (
     uses_disk,
     weight_home_bytes,
 )
+
+# State of torch's generator on a processor.
+_GENERATOR_BYTES = 5056
 
 
 def resting_bytes(
@@ -54,6 +57,8 @@ def resting_bytes(
     batch_bytes = profile.buffer_bytes + sum(input_bytes(trace) for trace in traces)
     if batch_bytes:
         yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
+    if plan.ranks > 1:
+        yield ByteChange(Tier.DEVICE, "transient", "numbers of ranks", _numbers_bytes(plan))
     if lasting := facts.lasting_bytes:
         yield ByteChange(Tier.DEVICE, "activation", "kept by the program", lasting)
     beside = Tier.DEVICE if is_processor(device) else Tier.HOST
@@ -71,6 +76,13 @@ def resting_bytes(
             ("resting", is_visiting, plan.is_atomic),
             lambda: tuple(_of_block(plan, profile, index, is_visiting=is_visiting)),  # noqa: B023, asked at once
         )
+
+
+def _numbers_bytes(plan: Plan) -> int:
+    """A page for what ranks tell each other in a step; with several microbatches, a state of the
+    random generator for each, and two for those that take turns (`tensors.random_streams`).
+    """
+    return ALIGNMENT_BYTES + (plan.microbatches > 1) * (plan.microbatches + 2) * _GENERATOR_BYTES
 
 
 def _of_block(plan: Plan, profile: Profile, index: int, *, is_visiting: bool) -> Iterable[ByteChange]:

@@ -16,9 +16,9 @@ from memfit.core.commits import committed_parts, masters_of
 from memfit.core.errors import PlanError
 from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
 from memfit.core.plan import Plan
-from memfit.core.profile import BlockProfile, Profile, TraceProfile
+from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
 from memfit.core.shape import StepShape
-from memfit.core.shares import EXCHANGED_ELEMENTS, SPREAD_BYTES, UNIT_ELEMENTS, BlockCut, Share, cut_block
+from memfit.core.shares import EXCHANGED_ELEMENTS, SPREAD_BYTES, BlockCut, Share, cut_block
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
@@ -138,14 +138,25 @@ def _held_state_bytes(profile: Profile, block: BlockProfile, held: Sequence[rang
     return total
 
 
-def exchange_bytes(plan: Plan, block: BlockProfile) -> int:
-    """Bytes by which ranks exchange a block's gradient: a piece for each rank goes, and one from
-    each comes.
+def exchange_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes by which ranks exchange a block's gradient, on the rank that needs most: a piece for
+    each rank goes, and one from each comes.
     """
     if plan.ranks == 1:
         return 0
-    elements = sum(math.prod(p.shape) for p in block.parameters if p.requires_grad)
-    return 2 * WIDE_BYTES * min(elements + UNIT_ELEMENTS * plan.ranks, EXCHANGED_ELEMENTS * plan.ranks)
+    cut, found = cut_of(plan, profile, block), 0
+    trained = [(i, _summed_itemsize(p)) for i, p in enumerate(block.parameters) if p.requires_grad]
+    for itemsize in {size for _, size in trained}:
+        runs = [sum(len(cut.held(r)[i]) for i, size in trained if size == itemsize) for r in range(plan.ranks)]
+        pieces = [min(run, EXCHANGED_ELEMENTS) for run in runs]
+        found = max(found, itemsize * (sum(pieces) + plan.ranks * max(pieces)))
+    # Which parameters have a gradient: a byte each, of every rank, and what is made of these.
+    return found + (plan.ranks + 2) * len(block.parameters)
+
+
+def _summed_itemsize(parameter: TensorProfile) -> int:
+    """Bytes of an element of a parameter's summed gradient."""
+    return (parameter.master_nbytes or parameter.nbytes) // max(math.prod(parameter.shape), 1)
 
 
 def spread_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable
 
 from memfit.core.plan import Plan
-from memfit.core.profile import CallProfile, Profile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
+from memfit.core.tiers import Tier
 from memfit.core.update_profile import UpdateProfile
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.scheduling.sizes import update_share
@@ -91,6 +92,18 @@ def adding_work(profile: Profile, blocks: Iterable[int]) -> Work:
     """Counts the bytes by which gradients of blocks are added to those that are there."""
     nbytes = sum(profile.blocks[b].gradient_bytes for b in blocks)
     return ((WorkKind.STREAMED, 3.0 * nbytes),) if nbytes else ()
+
+
+def visit_work(block: BlockProfile) -> Work:
+    """Counts the visit of a block's weights to a processor, whose main thread does it."""
+    return ((WorkKind.VISITS, 1.0), (WorkKind.VISITED, float(len(block.parameters))))
+
+
+def leaving_work(block: BlockProfile, home: Tier) -> Work:
+    """Counts gradients that a processor's main thread gives to a home in files."""
+    if not home.traits.is_files:
+        return ()
+    return ((WorkKind.PIECE_TRANSFERS, float(sum(p.requires_grad for p in block.parameters))),)
 
 
 def update_work(plan: Plan, profile: Profile, block: int) -> Work:

@@ -172,6 +172,31 @@ def publish(
             raise _doubt(error, doing=unsure, path=directory, doubt=doubt) from error
 
 
+def common_commit(directories: Sequence[Path], *, operations: FileOperations) -> tuple[list[int], int]:
+    """Returns the generation of each rank's manifest, and that of the last commit that all have, or
+    are prepared for. Changes nothing.
+
+    Raises:
+        StoreError: one is missing or damaged, or they are of different commits.
+    """
+    found: list[int] = []
+    reached: list[int] = []
+    for directory in directories:
+        found.append(read_manifest_file(directory, operations=operations).generation)
+        reached.append(found[-1])
+        if is_there(directory / PREPARED_MANIFEST_NAME):
+            prepared = read_manifest_file(directory, operations=operations, name=PREPARED_MANIFEST_NAME)
+            reached[-1] = max(found[-1], prepared.generation)
+    goal = min(reached)
+    for directory, committed in zip(directories, found, strict=True):
+        if committed > goal or committed < goal - 1:
+            raise store_error(
+                f"the stores of ranks beside {directory} are of different commits ({committed} and {goal}): one was replaced or restored alone; "
+                "restore all of them from one copy"
+            )
+    return found, goal
+
+
 def finish_commits(directories: Sequence[Path], *, operations: FileOperations) -> None:
     """Brings the stores of ranks to the last commit that all of them have, or are prepared for. See
     [Note: commit of several stores].
@@ -181,24 +206,10 @@ def finish_commits(directories: Sequence[Path], *, operations: FileOperations) -
         StoreError: one is missing or damaged.
     """
     with ExitStack() as stack:
-        found: list[tuple[Path, int, int]] = []
         for directory in directories:
-            lock = DirectoryLock(directory, operations=operations)
-            stack.callback(lock.release)
-            committed = read_manifest_file(directory, operations=operations).generation
-            reached = committed
-            if is_there(directory / PREPARED_MANIFEST_NAME):
-                prepared = read_manifest_file(directory, operations=operations, name=PREPARED_MANIFEST_NAME)
-                reached = max(committed, prepared.generation)
-            found.append((directory, committed, reached))
-        goal = min(reached for _, _, reached in found)
-        for directory, committed, _ in found:
-            if committed > goal or committed < goal - 1:
-                raise store_error(
-                    f"the stores of ranks beside {directory} are of different commits ({committed} and {goal}): one was replaced or restored alone; "
-                    "restore all of them from one copy"
-                )
-        for directory, committed, _ in found:
+            stack.callback(DirectoryLock(directory, operations=operations).release)
+        found, goal = common_commit(directories, operations=operations)
+        for directory, committed in zip(directories, found, strict=True):
             fresh = directory / PREPARED_MANIFEST_NAME
             try:
                 if committed < goal:

@@ -120,8 +120,7 @@ def verify(
 
 def check_store(store: DiskStore, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
     """As `verify`, of a store that is open; what is not committed is not looked at."""
-    total_bytes = sum(spec.nbytes for name, spec in store.regions.items() if store.region(name).has_sums)
-    done_bytes = 0
+    total_bytes, done_bytes = summed_bytes(store), 0
     # The same memory for all regions: fresh pages would cost as much as the reading.
     piece_bytes = store.piece_bytes or 1
     buffers = [aligned_memory(max(1, _READ_BYTES // piece_bytes) * piece_bytes) for _ in range(_READS_UNDER_WAY)]
@@ -136,6 +135,11 @@ def check_store(store: DiskStore, *, on_progress: Callable[[int, int], None] | N
     return StoreReport(
         directory=store.directory, step=store.step, blocks=tuple(blocks), state_problem=problem, under_way=found
     )
+
+
+def summed_bytes(store: DiskStore) -> int:
+    """Returns the bytes of the regions that keep checksums."""
+    return sum(spec.nbytes for name, spec in store.regions.items() if store.region(name).has_sums)
 
 
 def _state_of(store: DiskStore) -> tuple[str | None, UnderWay | None]:

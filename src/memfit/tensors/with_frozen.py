@@ -34,10 +34,10 @@ class WithFrozen(nn.Module):
         object.__setattr__(self, "saved_as", model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        for name, parameter in model.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=False)
+        # The model's own tables: whoever puts another tensor in a place of one (a trace, a visit)
+        # puts it where the model's forward looks, too.
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = vars(model)[table]
         for name, other in frozen.items():
             if hasattr(self, name):
                 raise UsageError(f"the model has a {name!r} itself: give the frozen one another name")

@@ -191,7 +191,7 @@ class AcceleratorMeter:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != wanted.type:
             raise TierUnavailableError(
-                f"this machine has no {wanted.type} device that torch can use: move the model to the CPU, or see what torch.accelerator.is_available() misses"
+                f"this machine has no {wanted.type} device that torch can use: move the model to the CPU, or find out why torch.accelerator.is_available() is False"
             )
         self._accelerator = devices.of(wanted)
         index = self._accelerator.index(wanted)

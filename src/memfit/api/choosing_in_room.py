@@ -1,0 +1,60 @@
+"""A plan that fits beside what looking for it takes of a process.
+
+In: what measures the room, and what looks for a plan in it. Out: the plan; or the refusal, whose
+smallest limit holds what a search takes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+from memfit.api.choosing import Choice
+from memfit.core.errors import DoesNotFitError
+from memfit.core.limits import Budget
+from memfit.core.profile import Profile
+from memfit.planning.refusals import Refusal
+
+# To look for a plan took 2 MiB of a process at first, and next to nothing when it was done again.
+_MOST_CHOICES = 3
+
+
+def choose_in_room(
+    found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget], Choice]
+) -> tuple[Choice, Budget]:
+    """Chooses a plan that fits beside what is held when it has been chosen: to look for one, and to
+    load what it computes with, takes of a process, too.
+
+    Args:
+        found: profile that plans are looked for with.
+        budget: measures what is left to tensors under a profile, and a plan if there is one.
+        choose: looks for a plan.
+
+    Returns:
+        The plan, and what is left to its tensors.
+    """
+    try:
+        chosen = choose(found, budget(found))
+    except DoesNotFitError as error:
+        raise _beside_a_search(error, found, budget) from None
+    for _ in range(1, _MOST_CHOICES):
+        left = budget(chosen.profile, chosen.plan)
+        if left.tensor_bytes is None or chosen.found.timeline.peak_bytes <= left.tensor_bytes:
+            return chosen, left
+        chosen = choose(found, budget(found))
+    return chosen, budget(chosen.profile, chosen.plan)
+
+
+def _beside_a_search(error: DoesNotFitError, found: Profile, budget: Callable[..., Budget]) -> DoesNotFitError:
+    """Returns the refusal of a limit of a process, beside what is held when a plan was looked for:
+    the next search, at the limit that is named, is measured when it has ended, too.
+    """
+    refusal = error.refusal
+    if not isinstance(refusal, Refusal) or not refusal.varies:
+        return error
+    # Its frames hold what the search looked at, in cycles: memory that the next one takes again.
+    error.__traceback__ = None
+    gc.collect()
+    base = max(refusal.budget.base_bytes, budget(found).base_bytes)
+    return replace(refusal, budget=replace(refusal.budget, base_bytes=base)).error()

@@ -1,0 +1,76 @@
+"""Calls of Python functions that a program makes around its operations.
+
+In: a forward under a trace. Out: their number by segment, which the clock multiplies by a rate.
+
+Operations alone do not tell what Python spends: layers of transformers call two functions an
+operation, with attributes read and arguments handed on in each, plain modules of torch one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from memfit.profiling.records import SegmentRecord
+
+_T = TypeVar("_T")
+_TORCH = Path(torch.__file__).parent
+# What a trace brings along: its own, torch's way to a dispatch mode, fake tensors, what modules
+# call where they have hooks, and the ends of weak references.
+_OTHERS = (Path(__file__).parent, _TORCH / "_library", _TORCH / "_subclasses", Path(weakref.__file__))
+_WITH_HOOKS = frozenset({
+    (str(_TORCH / "nn" / "modules" / "module.py"), "inner"),
+    (str(_TORCH / "_jit_internal.py"), "is_scripting"),
+    (str(_TORCH / "compiler" / "__init__.py"), "is_compiling"),
+})  # fmt: skip
+
+
+class PythonCalls:
+    """Counts calls into the last of some segments.
+
+    Beside a profiler that somebody else has set, nothing is counted: Python has one of them at a
+    time.
+    """
+
+    def __init__(self, segments: list[SegmentRecord]) -> None:
+        self._segments = segments
+        self._is_paused = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what this thread calls inside the block."""
+        if sys.getprofile() is not None:
+            yield
+            return
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def uncounted(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Calls what is not the program's."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            return function(*arguments)
+        finally:
+            self._is_paused = was_paused
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        if event == "call" and not self._is_paused and _is_programs(frame.f_code.co_filename, frame.f_code.co_name):
+            self._segments[-1].python_calls += 1
+
+
+@lru_cache(maxsize=8192)
+def _is_programs(file: str, name: str) -> bool:
+    """A function would be called without a trace as well."""
+    return (file, name) not in _WITH_HOOKS and not any(Path(file).is_relative_to(folder) for folder in _OTHERS)

@@ -1,0 +1,90 @@
+"""Calls of Python functions that a trace counts, against Python's own profiler around the plain program."""
+
+from __future__ import annotations
+
+import cProfile
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import memfit
+from memfit.core.profile import TraceProfile
+from memfit.core.work_kinds import WorkKind
+
+CALLS = 17
+
+
+def looked_at(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+class Looking(nn.Module):
+    """Calls a function so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            looked_at(x)
+        return torch.relu(self.line(x))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def counted(trace: TraceProfile) -> list[float]:
+    works = [trace.prologue_work, *(call.forward_work for call in trace.calls)]
+    return [dict(work).get(WorkKind.PYTHON, 0.0) for work in works]
+
+
+def traced(model: nn.Module) -> TraceProfile:
+    profile = memfit.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.ones(2, 8))
+    return profile.traces[max(profile.traces)]
+
+
+def called(model: nn.Module) -> int:
+    """Calls of Python functions in a plain forward, by a profiler."""
+    count = 0
+
+    def note(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    batch = torch.ones(2, 8)
+    sys.setprofile(note)
+    try:
+        loss(model, batch)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_trace_counts_what_the_program_calls_by_call() -> None:
+    model = nn.Sequential(*(Looking(times) for times in (0, CALLS, 3 * CALLS)))
+    found = counted(traced(model))
+    # The first call begins with its module; what follows the last one, the loss, is the last one's.
+    _, first, second, third = found
+    assert second - first == CALLS
+    assert 2 * CALLS <= third - second <= 2 * CALLS + 3
+    # memfit's own, torch's ways to a dispatch mode and hooks are not the program's.
+    assert abs(sum(found) - called(model)) <= 4
+
+
+def test_a_profiler_of_the_users_own_stays_and_nothing_is_counted() -> None:
+    model = nn.Sequential(Looking(CALLS), Looking(CALLS))
+    plain = traced(model)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        beside = traced(model)
+        assert sys.getprofile() is not None
+    finally:
+        profiler.disable()
+    assert sum(counted(beside)) == 0 < sum(counted(plain))
+    assert beside.calls[0].forward_flops == plain.calls[0].forward_flops
