@@ -196,7 +196,7 @@ def test_the_kernel_s_limit_is_refused_where_it_cannot_take_effect() -> None:
         return model(rows).sum()
 
     rows = torch.ones(2, 2)
-    with pytest.raises(memfit.UsageError, match="needs a limit"):
+    with pytest.raises(memfit.UsageError, match="without a limit"):
         memfit.fit(model, optimizer, loss, rows, enforce="kernel")
     with pytest.raises(memfit.UsageError, match="memory of a process"):
         memfit.fit(model, optimizer, loss, rows, enforce="kernel", limit="1GiB", emulate_device=True)

@@ -23,9 +23,15 @@ from memfit.profiling.records import SegmentRecord
 
 _T = TypeVar("_T")
 _TORCH = Path(torch.__file__).parent
-# What a trace brings along: its own, torch's way to a dispatch mode, fake tensors, what modules
-# call where they have hooks, and the ends of weak references.
-_OTHERS = (Path(__file__).parent, _TORCH / "_library", _TORCH / "_subclasses", Path(weakref.__file__))
+# What a trace brings along: its own, torch's way to a dispatch mode, fake tensors and the tables
+# that they are looked up in, what modules call where they have hooks, ends of weak references.
+_OTHERS = (
+    Path(__file__).parent,
+    _TORCH / "_library",
+    _TORCH / "_subclasses",
+    _TORCH / "utils" / "weak.py",
+    Path(weakref.__file__),
+)
 _WITH_HOOKS = frozenset({
     (str(_TORCH / "nn" / "modules" / "module.py"), "inner"),
     (str(_TORCH / "_jit_internal.py"), "is_scripting"),
