@@ -604,8 +604,8 @@ def test_losses_and_rows_that_cannot_be_profiled_are_refused_with_a_reason() -> 
 # -- memory inside operations --------------------------------------------------------------------------------------
 
 
-def flash(dtype: torch.dtype, places: int, *, backward: bool) -> tuple[Any, list[Any]]:
-    query, key, value, gradient = (torch.randn(2, places, 4, 64, dtype=dtype).transpose(1, 2) for _ in range(4))
+def flash(dtype: torch.dtype, places: int, *, backward: bool, width: int = 64) -> tuple[Any, list[Any]]:
+    query, key, value, gradient = (torch.randn(2, places, 4, width, dtype=dtype).transpose(1, 2) for _ in range(4))
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     if not backward:
         return forward, [query, key, value, 0.0, True]
@@ -638,10 +638,25 @@ HIDDEN: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
     "attention backward": lambda: flash(torch.float32, 512, backward=True),
     "long attention backward": lambda: flash(torch.float32, 1024, backward=True),
     "bf16 attention": lambda: flash(torch.bfloat16, 512, backward=False),
+    "bf16 attention, few places": lambda: flash(torch.bfloat16, 63, backward=False),
+    "bf16 attention, odd heads": lambda: flash(torch.bfloat16, 1030, backward=False, width=63),
+    "fp16 attention": lambda: flash(torch.float16, 512, backward=False),
     "bf16 attention backward": lambda: flash(torch.bfloat16, 512, backward=True),
     "bf16 product": lambda: (
         aten.mm.default,
         [torch.randn(512, 256, dtype=torch.bfloat16), torch.randn(256, 1024, dtype=torch.bfloat16)],
+    ),
+    "bf16 product, deep": lambda: (
+        aten.mm.default,
+        [torch.randn(768, 3072, dtype=torch.bfloat16), torch.randn(3072, 1024, dtype=torch.bfloat16)],
+    ),
+    "bf16 product, transposed": lambda: (
+        aten.addmm.default,
+        [
+            torch.randn(1024, dtype=torch.bfloat16),
+            torch.randn(2048, 768, dtype=torch.bfloat16).t(),
+            torch.randn(2048, 1024, dtype=torch.bfloat16),
+        ],
     ),
     "fp32 product": lambda: (aten.mm.default, [torch.randn(512, 256), torch.randn(256, 1024)]),
     "mask": lambda: (aten.index.Tensor, [torch.randn(1000, 64), [torch.rand(1000, 64) > 0.5]]),

@@ -30,17 +30,20 @@ def _problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
 def test_chunks_lose_no_digits_of_the_gradients(
     dtype: torch.dtype, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far from fp64 as a rounding to the dtype and one of the products; 64 chunks that add up in bf16 would be 4 times as far."""
+    """As far from fp64 as a rounding to the dtype and one of the products, or as the whole loss; 64 chunks that add up in bf16 would be 4 times as far."""
     monkeypatch.setattr(losses, "_WAITING_BYTES", waiting)
     given, target = _problem(dtype)
     exact = [part.double().requires_grad_() for part in given]
     torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), target).backward()
     hidden, weight, bias = (part.clone().requires_grad_() for part in given)
     chunked_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=8).backward()
-    allowed = 2 * torch.finfo(dtype).eps
-    for found, wanted in zip((hidden, weight, bias), exact, strict=True):
-        assert found.grad is not None
+    # How far one product is, the processor's library says: in fp32 1 to 3 roundings.
+    whole = [part.clone().requires_grad_() for part in given]
+    torch.nn.functional.cross_entropy(torch.nn.functional.linear(*whole).float(), target).backward()
+    for found, wanted, plain in zip((hidden, weight, bias), exact, whole, strict=True):
+        assert found.grad is not None and wanted.grad is not None
         assert found.grad.dtype is dtype
+        allowed = max(2 * torch.finfo(dtype).eps, 1.5 * _apart(plain.grad, wanted.grad))
         assert _apart(found.grad, wanted.grad) < allowed, tuple(found.shape)
 
 

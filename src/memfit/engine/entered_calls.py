@@ -82,7 +82,7 @@ class Listener:
     observer: weakref.ref[BackwardObserver]
     serial: int
 
-    def watch(self, output: Any, call: int | None, microbatch: int, site: int) -> list[torch.Tensor]:
+    def watch(self, output: Any, call: int | None, microbatch: int, site: int, began: int = 0) -> list[torch.Tensor]:
         """Registers hooks that tell when the call's backward begins: before the node of any of its
         outputs runs.
 
@@ -90,12 +90,21 @@ class Listener:
         and hooks registered on the tensor object would follow it or stay by rules of their own. Of
         a view that is changed later, only the base's node may be left in the graph.
 
+        Args:
+            output: of the call.
+            call: its index in the trace; None or below 0 for a call that no schedule foresaw.
+            microbatch: its index; -1 for such a call.
+            site: its index.
+            began: autograd's sequence number when the call began. Nodes from before are of earlier
+                calls: a layer that is skipped hands on its input, and autograd, which comes to the
+                earlier call there, would have the later one begin behind it.
+
         Returns:
             The outputs that need a gradient, and their bases.
         """
         tensors = [t for t in tensors_in(output) if t.requires_grad]
         tensors += [t._base for t in tensors if t._is_view() and t._base is not None]
-        nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        nodes = {node for t in tensors if (node := t.grad_fn) is not None and node._sequence_nr() >= began}
         # The number of the run: a graph that outlives it tells by it that its weights are gone.
         observer, serial = self.observer, self.serial
 
@@ -343,7 +352,7 @@ class StepCalls:
         aside: list[torch.Tensor] = []
         if opened.call is not None and any(self._parts.blocks[b].travels for b in self._parts.sites[site].blocks):
             aside = self._parts.side_tensors.made_since(site, opened.began)
-        tensors = self._listener.watch((output, aside), opened.call, microbatch, site)
+        tensors = self._listener.watch((output, aside), opened.call, microbatch, site, opened.began)
         if opened.call in self._shared:
             shared, original = self._shared[opened.call], self._passes.aliases.original
             watch_gradients_of(lambda leaf: id(original(leaf)) in shared, tensors, opened.began, without_bases)

@@ -7,7 +7,8 @@ The class itself runs for a few steps on small tensors while every storage that 
 is counted until it dies: what a step holds is a multiple of what it updates, so that a small run
 tells it. Elementwise classes run on a flat vector, others on a tensor with as many dimensions as
 the parameter; there, what grows with a row or a column only (Adafactor's factors) weighs more than
-it will, never less. Not seen: what a kernel takes for itself (`profiling.workspaces`).
+it will, never less. Of what kernels take for themselves only that of products in half precision
+is counted (`tensors.product_scratch`), by which Muon makes a gradient orthogonal.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from memfit.optimizers.kinds import UpdateKind
 from memfit.optimizers.shadow import Part, Shadow, State
 from memfit.optimizers.state_tensors import StateTensor, small_shape
 from memfit.optimizers.validation import Entry
+from memfit.tensors.product_scratch import update_product_bytes
 
 _STEPS = 3
 _ADAMW_LENT_BYTES = 28.0
@@ -45,6 +47,7 @@ _CAPS_OF_MORE = (8, 9, 10, 11)
 # Of a class that cannot be counted (its states are made in its __init__, or its step is compiled):
 # as many copies as the hungriest of torch's own makes.
 _UNKNOWN_COPIES = 4
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class UpdateCost(NamedTuple):
@@ -56,16 +59,21 @@ class UpdateCost(NamedTuple):
         lent_bytes: of weight, gradient and states, read once and, but for the gradient, written
             once: what comes from memory and goes there, however well caches hold a piece.
         device: type of the device where it was counted.
+        product_dtype: of products of matrices in half precision that it makes; None: it makes none.
     """
 
     scratch_bytes: float
     moved_bytes: float = 0.0
     lent_bytes: float = 0.0
     device: str = "cpu"
+    product_dtype: torch.dtype | None = None
 
     def scratch_of(self, elements: int) -> int:
         """Returns the bytes that an update of some elements allocates."""
-        return math.ceil(self.scratch_bytes * elements)
+        found = math.ceil(self.scratch_bytes * elements)
+        if self.product_dtype is None or self.device != "cpu":
+            return found
+        return found + update_product_bytes(elements, self.product_dtype)
 
     @property
     def work_share(self) -> float:
@@ -102,13 +110,14 @@ def update_cost(
     small = (_FLAT_ELEMENTS,) if kind is UpdateKind.ELEMENTWISE else _small(shape)
     has_live = bool(optimizer.state.get(entry.parameter))
     try:
-        most = _run(optimizer, entry, small, dtype, {}, device)
+        most, product_dtype = _run(optimizer, entry, small, dtype, {}, device)
     except Exception:  # noqa: BLE001  (it has run on small tensors before: what fails here is the counting, of a compiled step for example)
         given = _states_like(layout, shape, small) if has_live else None
         if given is None:
             return UpdateCost(float(_UNKNOWN_COPIES * dtype.itemsize))
-        most = _run(optimizer, entry, small, dtype, given, device)
-    return UpdateCost(*(nbytes / math.prod(small) for nbytes in most), device.type)  # pyright: ignore[reportCallIssue], three of them
+        most, product_dtype = _run(optimizer, entry, small, dtype, given, device)
+    scratch, moved, lent = (nbytes / math.prod(small) for nbytes in most)
+    return UpdateCost(scratch, moved, lent, device.type, product_dtype)
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,14 +146,16 @@ def _run(
     dtype: torch.dtype,
     state: State,
     device: torch.device,
-) -> tuple[int, int, int]:
+) -> tuple[tuple[int, int, int], torch.dtype | None]:
     """Most bytes alive beside what is lent and what becomes state, over a few steps; the bytes that
-    the last of them moves; and those of what it was lent, in both directions.
+    the last of them moves; those of what it was lent, in both directions. And the dtype of its
+    products in half precision.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(device, dtype)
     shadow = Shadow(optimizer)
     most = moved = both_ways = 0
+    product_dtype: torch.dtype | None = None
     for _ in range(_STEPS):
         gradient = torch.randn(shape, generator=generator).to(device, dtype)
         part = Part(
@@ -157,7 +168,8 @@ def _run(
         most = max(most, counting.peak_bytes - counting.bytes_of(new.values()))
         both_ways = 2 * sum(t.nbytes for t in lent if t.dim()) - gradient.nbytes
         moved, state = counting.moved_bytes, new
-    return most, moved, both_ways
+        product_dtype = counting.product_dtype or product_dtype
+    return (most, moved, both_ways), product_dtype
 
 
 class _Counting(TorchDispatchMode):
@@ -167,6 +179,7 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self.moved_bytes = 0
+        self.product_dtype: torch.dtype | None = None
         self._bytes = 0
         self._lent = {tensor.untyped_storage()._cdata for tensor in lent}
         self._made: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -178,6 +191,8 @@ class _Counting(TorchDispatchMode):
         made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
         for value in made:
             self._note(value.untyped_storage())
+        if func._overloadpacket in _PRODUCTS and made and made[0].dtype in (torch.bfloat16, torch.float16):
+            self.product_dtype = made[0].dtype
         if not func.is_view:
             # Lists of tensors that are updated in place are given back as nothing.
             written = made or (given if func._schema.is_mutable else [])

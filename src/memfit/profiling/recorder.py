@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
 from memfit.core.work_kinds import WorkKind
+from memfit.profiling import python_calls
 from memfit.profiling.blocks import ModuleSite
 from memfit.profiling.code_lines import calling_line
 from memfit.profiling.gradient_hooks import GradientReads
@@ -41,9 +43,9 @@ from memfit.tensors.autograd_graph import sequence_number
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-# What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once
-# that is imported.
-_WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
+# What stands between the code here and the mode's caller: what counts calls of Python, and what
+# torch puts there; the last two keep its compiler out, once that is imported.
+_WRAPPERS = (__file__, python_calls.__file__, "_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -437,7 +439,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _is_called_by_autograd() -> bool:
     """Says whether autograd, and not the program, runs the operation that is watched now."""
-    frame = sys._getframe(1).f_back
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     # Autograd's thread for an accelerator has no frames of the program's below.

@@ -324,7 +324,8 @@ def _watch_gradients(
 ) -> None:
     """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node.
 
-    Of a view, only the base's node may remain.
+    Of a view, only the base's node may remain. Nodes of earlier calls are not this one's, whose
+    outputs a skipped layer hands on.
     """
     outputs = [t for t in contained_tensors(output) if t.requires_grad and not isinstance(t, nn.Parameter)]
     outputs += [t._base for t in outputs if t._is_view() and t._base is not None]
@@ -335,7 +336,7 @@ def _watch_gradients(
             begun.append(True)
             recorder.begin_backward(call)
 
-    for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
+    for node in {t.grad_fn for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= call.began_at}:
         node.register_prehook(begins)
     earlier = {name for before in recorder.calls[: call.index] for name in before.reads}
     shared = frozenset[int]().union(*(leaves[name] for name in earlier.intersection(call.reads) if name in leaves))

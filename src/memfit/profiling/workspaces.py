@@ -14,7 +14,8 @@ channels to 16 and by the scratch of half-precision products:
 | convolution backward, NCHW          | blocked gradient, input and weight, beside the results                         |
 | convolution, channels last          | a reordered weight (forward), two (backward)                                   |
 | flash attention forward, backward   | tiles of scores for each thread; the gradient in the output's layout           |
-| products in bf16, fp16              | reordered operands, at most 3 MiB                                              |
+| in bf16 where the processor has AMX | keys and values in the layout of its tiles as well (forward)                   |
+| products in bf16, fp16              | reordered operands, at most 3 MiB; with AMX `tensors.product_scratch`          |
 | indexing by a mask                  | the positions: 8 bytes for each dimension of the mask and each hit             |
 | LSTM layer forward, backward        | reordered weights and the gates of all steps                                   |
 | inverse, solve                      | a copy of the matrix                                                           |
@@ -34,15 +35,16 @@ from typing import Any
 import torch
 
 from memfit.core.limits import PRODUCT_KERNEL_BYTES
+from memfit.tensors.product_scratch import has_tiles, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
 _SCRATCH_BYTES = 64 * 1024
-_HALF_SCRATCH_BYTES = 3 * 2**20
 _HALF = (torch.bfloat16, torch.float16)
 # Of a convolution's kernel, which oneDNN compiles and keeps; see [Note: kernels that are kept] in
 # `allocator.compiled_kernels`. Measured on torch 2.13, AVX512: 0.09 to 0.14 MiB with its backward.
 _CONVOLUTION_KERNEL_BYTES = 80 << 10
 _LARGE_PRODUCT_BYTES = 1 << 20
+_FEWEST_PACKED = 64
 _WIDE_COLUMNS = 4096
 aten = torch.ops.aten
 
@@ -157,7 +159,21 @@ def _flash_forward(args: Sequence[Any], _: Any) -> int:
     tile = rows * (columns + 2 + query.shape[3]) * 4
     if query.dtype in _HALF:
         tile += rows * columns * query.element_size()
-    return torch.get_num_threads() * tile
+    if not _packs(query, key):
+        return torch.get_num_threads() * tile
+    # Two tokens or two values lie side by side: an odd head is padded.
+    head = query.shape[3] + query.shape[3] % 2
+    tile += (rows + columns) * head * query.element_size()
+    packed = 2 * prod(key.shape[:3]) * head * query.element_size()
+    return torch.get_num_threads() * tile + packed
+
+
+def _packs(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Tells whether keys and values are copied first, for the processor's tiles of matrices."""
+    # Measured on torch 2.13: from 64 places on, and only in a dtype that the tiles know.
+    if min(query.shape[2], key.shape[2]) < _FEWEST_PACKED:
+        return False
+    return has_tiles(query.dtype)
 
 
 def _flash_backward(args: Sequence[Any], _: Any) -> int:
@@ -177,7 +193,15 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
     if out.dtype not in _HALF:
         return 0 if all(_is_dense(operand) for operand in operands[-2:]) else None
     # The last two are the factors (addmm has its summand first).
-    return min(_HALF_SCRATCH_BYTES, _SCRATCH_BYTES + sum(operand.nbytes for operand in operands[-2:]))
+    left, right = operands[-2:]
+    return product_scratch_bytes(
+        left.shape[-2],
+        left.shape[-1],
+        right.shape[-1],
+        operand_bytes=left.nbytes + right.nbytes,
+        dtype=out.dtype,
+        is_transposed=left.stride(-1) != 1,
+    )
 
 
 def _is_dense(matrix: torch.Tensor) -> bool:

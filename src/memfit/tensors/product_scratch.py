@@ -1,0 +1,62 @@
+"""Memory that products of matrices in half precision take inside, on a processor.
+
+In: sizes of a product. Out: bytes alive for a moment above operands and result, an upper bound.
+
+Measured on torch 2.13 under the allocator's counters, 1 and 2 threads, 70 products of 8 to 8,192
+rows, columns and places. Without AMX no product took more than 3 MiB. With it each thread takes up
+to 1.4 MiB of reordered operands in bf16; and where more than some 1,500 numbers are added up for an
+element, sums in fp32 besides, of all its rows and at most 768 columns at a time, unless the first
+factor lies column by column.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_MIB = 2**20
+_SMALL_BYTES = 64 * 1024
+_MOST_BYTES = 3 * _MIB
+_TILES_BYTES = 3 * _MIB // 2
+_DEEP = 1536
+_COLUMNS = 768
+_SUM_BYTES = 4
+
+
+def product_scratch_bytes(
+    rows: int, depth: int, columns: int, *, operand_bytes: int, dtype: torch.dtype, is_transposed: bool = False
+) -> int:
+    """Returns most bytes that a product (rows, depth) by (depth, columns) takes inside.
+
+    Args:
+        rows: of the result.
+        depth: how many numbers are added up for each element.
+        columns: of the result.
+        operand_bytes: of both factors.
+        dtype: of the result, bf16 or fp16.
+        is_transposed: the first factor lies column by column.
+    """
+    reordered = _SMALL_BYTES + operand_bytes
+    if not has_tiles(dtype):
+        return min(_MOST_BYTES, reordered)
+    threads = torch.get_num_threads()
+    found = min(threads * _TILES_BYTES, reordered)
+    if depth > _DEEP and not is_transposed:
+        found += _SUM_BYTES * rows * min(columns, threads * _COLUMNS)
+    return found
+
+
+def update_product_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Returns most bytes that products of a matrix of so many elements by itself take inside, as
+    optimizers that orthogonalize make them.
+    """
+    side = math.isqrt(elements)
+    return product_scratch_bytes(side, _DEEP + 1, side, operand_bytes=2 * dtype.itemsize * elements, dtype=dtype)
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Tells whether the processor has matrices in registers (AMX) for a dtype."""
+    if dtype is torch.bfloat16:
+        return torch.cpu._is_amx_tile_supported()
+    return dtype is torch.float16 and torch.cpu._is_amx_fp16_supported()
