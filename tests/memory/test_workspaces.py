@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.allocator import Allocator, install
-from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES
+from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
 from memfit.core.units import MIB
 from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.profiling import measuring
@@ -29,6 +29,7 @@ from memfit.profiling.kernels_used import KernelsUsed
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operation_facts import facts_of
 from memfit.profiling.traced_trees import operator_tensors
+from memfit.tensors.product_scratch import has_tiles
 
 # Operations on less than 64 KiB are not looked at, and what they take beyond their arguments is small too.
 SLACK_BYTES = 192 << 10
@@ -255,7 +256,7 @@ def test_products_in_bf16_of_ever_other_shapes_do_not_make_the_process_grow_for_
     done = subprocess.run(
         [sys.executable, "-c", VARIED_SHAPES], check=True, capture_output=True, text=True, env=environment
     )
-    assert int(done.stdout) <= 1.1 * KERNELS_KEPT * PRODUCT_KERNEL_BYTES  # 200 MiB where nothing bounds them
+    assert int(done.stdout) <= 1.1 * KERNELS_KEPT * TILED_PRODUCT_KERNEL_BYTES  # 200 MiB where nothing bounds them
 
 
 def test_an_operator_that_the_table_knows_runs_once_in_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +291,8 @@ def test_an_operator_that_the_table_knows_runs_once_in_each_dtype(monkeypatch: p
 
 def test_experts_in_fp32_compile_nothing_and_in_bf16_any_sizes() -> None:
     """The sizes of their products follow the tokens; only oneDNN, in bf16, keeps a kernel for each."""
-    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, KERNELS_KEPT * PRODUCT_KERNEL_BYTES)):
+    kernel = TILED_PRODUCT_KERNEL_BYTES if has_tiles(torch.bfloat16) else PRODUCT_KERNEL_BYTES
+    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, KERNELS_KEPT * kernel)):
         used = KernelsUsed()
         rows, weight = torch.empty(16, 64, dtype=dtype), torch.empty(2, 64, 64, dtype=dtype)
         out = torch.empty(16, 64, dtype=dtype)

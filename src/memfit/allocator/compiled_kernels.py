@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from memfit.core.limits import KERNELS_KEPT
+from memfit.core.limits import BLAS_COLUMNS, KERNELS_KEPT
 
 _VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
@@ -30,11 +30,11 @@ def bound_kernels() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
-# Rows, common size and columns of a product, and its dtype.
-_PRODUCTS = {
-    "blas": ((512, 512, 512), torch.float32),
-    "blas, wide": ((16, 64, 8192), torch.float32),
-    "onednn": ((512, 512, 512), torch.bfloat16),
+# Rows, common size and columns of a product, and its dtype. With fewer than some 450 rows and 384
+# places the BLAS does not take all of its buffer.
+_BY_COLUMNS = tuple(f"blas, {columns} columns" for columns in BLAS_COLUMNS)
+_PRODUCTS = {"onednn": ((512, 512, 512), torch.bfloat16)} | {
+    name: ((512, 384, columns), torch.float32) for name, columns in zip(_BY_COLUMNS, BLAS_COLUMNS, strict=True)
 }
 _have_computed: set[str] = set()
 
@@ -43,20 +43,31 @@ def compute_once(libraries: Iterable[str]) -> None:
     """Lets libraries compute a small product, once a process, so that what they take for good is
     there and can be measured.
 
-    Memory: 4 MiB of tensors for a moment.
+    Memory: for a moment 3 MiB of tensors, and 3.5 KiB for each column of the widest product.
 
     Args:
         libraries: keys of `core.limits.LIBRARY_BYTES`.
     """
-    for name in libraries:
-        if name not in _have_computed:
+    for name in widest(libraries):
+        if is_to_compute(name):
             _have_computed.add(name)
             (rows, inner, columns), dtype = _PRODUCTS[name]
             left, right = torch.zeros(rows, inner, dtype=dtype), torch.zeros(inner, columns, dtype=dtype)
             result = left @ right
-            _ = result @ right.t(), left.t() @ result  # as backward does
+            del right
+            if columns <= rows:
+                _ = result @ result.t(), result.t() @ result  # as backward does
+
+
+def widest(libraries: Iterable[str]) -> list[str]:
+    """Returns the names without those of the BLAS for fewer columns: it has one buffer for all."""
+    given = set(libraries)
+    of_blas = [name for name in _BY_COLUMNS if name in given]
+    return [*sorted(given.difference(_BY_COLUMNS)), *of_blas[-1:]]
 
 
 def is_to_compute(library: str) -> bool:
-    """Tells whether a library has not computed yet."""
+    """Tells whether a library has not computed yet, or not a product that is as wide."""
+    if library in _BY_COLUMNS:
+        return _have_computed.isdisjoint(_BY_COLUMNS[_BY_COLUMNS.index(library) :])
     return library not in _have_computed

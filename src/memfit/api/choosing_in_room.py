@@ -24,7 +24,8 @@ def choose_in_room(
     found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget], Choice]
 ) -> tuple[Choice, Budget]:
     """Chooses a plan that fits beside what is held when it has been chosen: to look for one, and to
-    load what it computes with, takes of a process, too.
+    load what it computes with, takes of a process, too. What that is, only the plan tells: parts of
+    two sizes have kernels each. So what was missing is kept free when a plan is looked for again.
 
     Args:
         found: profile that plans are looked for with.
@@ -38,11 +39,17 @@ def choose_in_room(
         chosen = choose(found, budget(found))
     except DoesNotFitError as error:
         raise _beside_a_search(error, found, budget) from None
+    missing = 0
     for _ in range(1, _MOST_CHOICES):
         left = budget(chosen.profile, chosen.plan)
         if left.tensor_bytes is None or chosen.found.timeline.peak_bytes <= left.tensor_bytes:
             return chosen, left
-        chosen = choose(found, budget(found))
+        missing += chosen.found.timeline.peak_bytes - left.tensor_bytes
+        again = budget(found)
+        try:
+            chosen = choose(found, replace(again, base_bytes=again.base_bytes + missing))
+        except DoesNotFitError as error:
+            raise _beside_a_search(error, found, budget) from None
     return chosen, budget(chosen.profile, chosen.plan)
 
 

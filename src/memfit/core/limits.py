@@ -31,13 +31,17 @@ RESERVE_BYTES = 16 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
 FIRST_STEP_BYTES = 8 * MIB
 # Measured: code and buffers of the BLAS, and of oneDNN for bf16, when they first compute; counted
-# where that is still to come as the base is measured.
-LIBRARY_BYTES = {"blas": 3 * MIB, "blas, wide": 5 * MIB, "onednn": 10 * MIB}
+# where that is still to come as the base is measured. The BLAS keeps a panel of the right factor,
+# on an Intel processor 384 rows of at most 10,368 columns, on an AMD one half as much: by columns.
+BLAS_COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 10368)
+LIBRARY_BYTES = {"onednn": 10 * MIB} | {f"blas, {n} columns": 2 * MIB + 4 * 384 * n for n in BLAS_COLUMNS}
 PLANNING_BYTES = 48 * MIB
 # See [Note: kernels that are kept] in `allocator.compiled_kernels`.
 KERNELS_KEPT = 64
-# Measured: of a product in bf16, by each combination of shapes (0.55 to 0.61 MiB).
+# Measured: of a product in bf16, by each combination of shapes (0.55 to 0.61 MiB; 0.6 to 1.07 where
+# the processor has AMX).
 PRODUCT_KERNEL_BYTES = 600 << 10
+TILED_PRODUCT_KERNEL_BYTES = 1 * MIB
 # Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses,
 # slices of the batch, scratch of small kernels).
 EMULATED_RESERVE_BYTES = 2 * MIB

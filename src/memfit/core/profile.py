@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from memfit.core.layout import flat_layout
-from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES
+from memfit.core.limits import KERNELS_KEPT, TILED_PRODUCT_KERNEL_BYTES
 from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table
 from memfit.core.storage_profile import StorageProfile
@@ -460,7 +460,7 @@ class Profile:
         if largest is None or not (more and self.rows_are_alike):
             return self.kernel_bytes if largest is None else largest.kernel_bytes
         both = largest.kernel_bytes + self.traces.get(rows, largest).kernel_bytes
-        return min(both, max(largest.kernel_bytes, KERNELS_KEPT * PRODUCT_KERNEL_BYTES))
+        return min(both, max(largest.kernel_bytes, KERNELS_KEPT * TILED_PRODUCT_KERNEL_BYTES))
 
     @property
     def has_masters(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
-from memfit.allocator.compiled_kernels import bound_kernels, compute_once, is_to_compute
+from memfit.allocator.compiled_kernels import bound_kernels, compute_once, is_to_compute, widest
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitWarning, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
@@ -426,7 +426,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 def library_bytes_to_come(libraries: Iterable[str]) -> int:
     """Returns what libraries will take of the process when they first compute."""
-    return sum(LIBRARY_BYTES[name] for name in libraries if is_to_compute(name))
+    return sum(LIBRARY_BYTES[name] for name in widest(libraries) if is_to_compute(name))
 
 
 class _Reserve:

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.limits import PRODUCT_KERNEL_BYTES
+from memfit.core.limits import BLAS_COLUMNS, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
 from memfit.tensors.product_scratch import has_tiles, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
@@ -45,7 +45,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _CONVOLUTION_KERNEL_BYTES = 80 << 10
 _LARGE_PRODUCT_BYTES = 1 << 20
 _FEWEST_PACKED = 64
-_WIDE_COLUMNS = 4096
+# With fewer the BLAS reads the right factor as it lies.
+_FEWEST_ROWS = 256
 aten = torch.ops.aten
 
 
@@ -83,23 +84,24 @@ def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     if kind in _CONVOLUTIONS:
         return _CONVOLUTION_KERNEL_BYTES if args[0].device.type == "cpu" else 0
     if kind in _PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu":
-        return PRODUCT_KERNEL_BYTES
+        return TILED_PRODUCT_KERNEL_BYTES if has_tiles(out.dtype) else PRODUCT_KERNEL_BYTES
     return 0
 
 
 def library_of(func: Any, out: Any) -> str:
     """Name of the library that computes a product, where it takes memory once for all that it
-    computes: "blas" of those that are not small ("blas, wide" of thousands of columns, for which
-    its buffers are larger), "onednn" of those in bf16; else "".
+    computes: "blas, N columns" of those that are not small, whose buffers grow with the columns of
+    the result, "onednn" of those in bf16; else "".
     """
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
     if kind not in _PRODUCTS or out.device.type != "cpu":
         return ""
     if out.dtype is torch.bfloat16:
         return "onednn"
-    if out.nbytes < _LARGE_PRODUCT_BYTES:
+    rows, columns = out.shape[-2:]
+    if out.nbytes < _LARGE_PRODUCT_BYTES or rows < _FEWEST_ROWS:
         return ""
-    return "blas, wide" if out.shape[-1] >= _WIDE_COLUMNS else "blas"
+    return f"blas, {next((n for n in BLAS_COLUMNS if columns <= n), BLAS_COLUMNS[-1])} columns"
 
 
 # Masks are read as they are.
