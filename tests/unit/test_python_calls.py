@@ -12,6 +12,9 @@ from torch import nn
 import memfit
 from memfit.core.profile import TraceProfile
 from memfit.core.work_kinds import WorkKind
+from memfit.profiling.blocks import find_blocks
+from memfit.profiling.python_calls import with_python_of
+from memfit.profiling.trace import profile_step
 
 CALLS = 17
 
@@ -88,3 +91,14 @@ def test_a_profiler_of_the_users_own_stays_and_nothing_is_counted() -> None:
         profiler.disable()
     assert sum(counted(beside)) == 0 < sum(counted(plain))
     assert beside.calls[0].forward_flops == plain.calls[0].forward_flops
+
+
+def test_a_later_batch_takes_what_an_earlier_one_counted() -> None:
+    """Counting takes a quarter of a trace, and shapes do not change how often functions are called."""
+    model = nn.Sequential(*(Looking(times) for times in (CALLS, 0, 3 * CALLS)))
+    blocks = find_blocks(model)
+    earlier = profile_step(model, loss, torch.ones(2, 8), blocks)
+    again = profile_step(model, loss, torch.ones(5, 8), blocks, checks_repeat=False)
+    uncounted = profile_step(model, loss, torch.ones(5, 8), blocks, checks_repeat=False, counts_python=False)
+    assert sum(counted(uncounted.traces[5])) == 0
+    assert with_python_of(uncounted, earlier) == again

@@ -125,7 +125,7 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Pro
     """
     problem = setup.problem
     cut = replace(plan, microbatches=problem.cut.most(batch, plan.microbatches))
-    traced = problem.profile_for(cut, batch, checks_repeat=False)
+    traced = problem.profile_for(cut, batch, checks_repeat=False, like=like)
     if like is not None:
         cut = for_other_calls(cut, _sites(like), _sites(traced))
         if traced.keeps_order and not like.keeps_order:

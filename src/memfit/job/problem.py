@@ -45,6 +45,7 @@ from memfit.job.setting import training_setting
 from memfit.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.measuring import Workspaces
+from memfit.profiling.python_calls import with_python_of
 from memfit.profiling.trace import profile_step
 from memfit.tensors.trees import tensors_in
 
@@ -150,18 +151,21 @@ class Problem:
                     f"the loss takes 2 rows, but not 3 ({error}): something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it"
                 ) from error
 
-    def profile_for(self, plan: Plan, batch: Any, *, checks_repeat: bool = True) -> Profile:
+    def profile_for(
+        self, plan: Plan, batch: Any, *, checks_repeat: bool = True, like: Profile | None = None
+    ) -> Profile:
         """The profile of a batch under a plan.
 
         Args:
             plan: decided.
             batch: whole.
             checks_repeat: see `profile_step`.
+            like: profile of an earlier batch, whose calls tell what Python these take.
         """
         counts, compute = (plan.microbatches,), plan.compute_dtype
-        traced = self.profile(
-            batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute, checks_repeat=checks_repeat
-        )
+        how: dict[str, Any] = {"checks_repeat": checks_repeat, "counts_python": like is None}
+        traced = self.profile(batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute, **how)
+        traced = traced if like is None else with_python_of(traced, like)
         return with_frozen(self.model, self.with_states(traced, compute, plan.state_format), plan.frozen_format)
 
     def profile(
@@ -172,6 +176,7 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
         checks_repeat: bool = True,
+        counts_python: bool = True,
         suffices: Callable[[Profile], bool] | None = None,
     ) -> Profile:
         """The profile of a batch, with a trace for each of the given numbers of microbatches; with
@@ -179,15 +184,8 @@ class Problem:
 
         The first one finds out what the model's key-value caches may be.
         """
-        traced = partial(
-            self._profile,
-            batch,
-            counts,
-            chunk_tokens=chunk_tokens,
-            compute=compute,
-            checks_repeat=checks_repeat,
-            suffices=suffices,
-        )
+        how: dict[str, Any] = {"checks_repeat": checks_repeat, "counts_python": counts_python, "suffices": suffices}
+        traced = partial(self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute, **how)
         if self.caches.is_decided or not asks_for_caches(self.model):
             return traced(self.loss)
         noted = Noted()
@@ -218,6 +216,7 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype,
         checks_repeat: bool,
+        counts_python: bool,
         suffices: Callable[[Profile], bool] | None,
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
@@ -231,6 +230,7 @@ class Problem:
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
             "parts": parts, "whole_rows": rows, "compute_dtype": compute, "workspaces": self.workspaces, "checks_repeat": checks_repeat,
+            "counts_python": counts_python,
             "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "program": self.loss, "suffices": None, "smaller": smaller,
         }  # fmt: skip
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from memfit.core.profile import Profile, TraceProfile
+from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.profiling.records import SegmentRecord
 
 _T = TypeVar("_T")
@@ -74,6 +77,37 @@ class PythonCalls:
         del argument
         if event == "call" and not self._is_paused and _is_programs(frame.f_code.co_filename, frame.f_code.co_name):
             self._segments[-1].python_calls += 1
+
+
+def with_python_of(profile: Profile, earlier: Profile) -> Profile:
+    """Returns the profile of a batch whose Python was not counted, with that of an earlier batch: a
+    site's forwards call as much whatever the shapes are. Sites that it did not call get none.
+    """
+    told = earlier.traces[max(earlier.traces)]
+    by_site: dict[str, list[float]] = {}
+    for call in told.calls:
+        by_site.setdefault(call.site, []).append(_python_in(call.forward_work))
+    traces: dict[int, TraceProfile] = {}
+    for rows, trace in profile.traces.items():
+        left = {site: iter(amounts) for site, amounts in by_site.items()}
+        calls = [
+            replace(
+                c,
+                forward_work=_adding(c.forward_work, next(left.get(c.site, iter(())), by_site.get(c.site, [0.0])[-1])),
+            )
+            for c in trace.calls
+        ]
+        prologue = _adding(trace.prologue_work, _python_in(told.prologue_work))
+        traces[rows] = replace(trace, calls=tuple(calls), prologue_work=prologue)
+    return replace(profile, traces=traces)
+
+
+def _python_in(work: Work) -> float:
+    return dict(work).get(WorkKind.PYTHON, 0.0)
+
+
+def _adding(work: Work, python: float) -> Work:
+    return summed([(work, 1.0), (as_work({WorkKind.PYTHON: python}), 1.0)])
 
 
 @lru_cache(maxsize=8192)

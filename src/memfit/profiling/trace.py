@@ -72,6 +72,7 @@ def profile_step(
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
     workspaces: Workspaces | None = None,
     checks_repeat: bool = True,
+    counts_python: bool = True,
     program: Any = None,
     suffices: Callable[[Profile], bool] | None = None,
 ) -> Profile:
@@ -98,6 +99,7 @@ def profile_step(
         workspaces: what operations take inside themselves; None: only what the table knows.
         checks_repeat: a second forward shows that the program does the same again; False where
             another batch has shown it.
+        counts_python: what Python the program calls is counted, which takes a quarter of a trace.
         program: the user's function, where `loss` is one around it: what it keeps is given back.
             None: the loss.
         suffices: asked once the largest size is traced, without data, whether its profile alone is
@@ -132,6 +134,7 @@ def profile_step(
         known=KnownOperations(workspaces or Workspaces()),
         program=loss if program is None else program,
         checks_repeat=checks_repeat,
+        counts_python=counts_python,
     )
     _check_known_parameters(setting)
     _check_dense(setting)

@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class TraceSetting:
     known: KnownOperations
     program: Any = None
     checks_repeat: bool = True
+    counts_python: bool = True
     guesses: bool = False
 
     @property
@@ -116,7 +117,7 @@ def run_traced(
                 setting.loss(setting.model, batch)
             marks = ModuleMarks(setting.model, program)
             recorder.watch_left(tensor for tensors in marks.tensors.values() for tensor in tensors)
-            with recorder.python.counted():
+            with recorder.python.counted() if setting.counts_python else nullcontext():
                 value = setting.loss(setting.model, batch)
         recorder.exchanged, recorder.changed = marks.exchanged(), marks.changed()
         read, written = recorder.left_used()
