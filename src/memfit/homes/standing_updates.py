@@ -99,6 +99,10 @@ class StandingUpdates:
             states.numbers[name] = new
         return True
 
+    def forget(self) -> None:
+        """Lets go of all that is lent."""
+        self._kept.clear()
+
     def _standing(self, block: BlockWeights) -> _StandingBlock | None:
         kept = self._kept.get(block.index)
         if kept is not None and kept.token == self._token(block):

@@ -88,6 +88,12 @@ class PieceUpdates:
         self._noise = noise
         self._standing = StandingUpdates(driver, states, gradients)
 
+    def forget_standing(self) -> None:
+        """Lets go of blocks' memory that stays lent: an object that outlives a plan (a frame of the
+        step that is made again under another one) would keep all states alive.
+        """
+        self._standing.forget()
+
     def update_at_once(self, block: BlockWeights) -> bool:
         """Updates a block in the caller's thread, where nothing of it comes or goes and nobody
         watches its pieces.

@@ -183,11 +183,14 @@ class UpdateWorker:
         return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
 
     def close(self) -> None:
-        """Ends the thread after the updates that were submitted."""
+        """Ends the thread after the updates that were submitted, and lets go of memory that was
+        lent.
+        """
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        self._pieces.forget_standing()
 
 
 class _SubmittedUpdate:

@@ -66,6 +66,7 @@ class BreachReport:
         after: the plan that the run goes on with.
         reason: why this one.
         is_measured: nothing was in its way: by what was measured another plan is faster.
+        is_of_limit: the limit was changed before the step.
     """
 
     step: int
@@ -76,13 +77,16 @@ class BreachReport:
     after: Plan
     reason: str
     is_measured: bool = False
+    is_of_limit: bool = False
 
     def in_words(self) -> str:
         """A sentence or three for people."""
         if self.is_measured:
             return f"from step {self.step} on another plan is taken, with the same bits. Cause: {self.cause}. Now: {self.reason}"
         what = (
-            "is for a batch that does not fit under the plan so far: another one took its place"
+            "is under a limit that the plan so far does not fit: another one took its place"
+            if self.is_of_limit
+            else "is for a batch that does not fit under the plan so far: another one took its place"
             if self.is_predicted
             else "met the limit and was made again under a tighter plan"
         )

@@ -63,9 +63,9 @@ class HardLimit:
         """Bytes that plans may take under the armed limit: without the reserve, as at `fit`; None
         while no limit is armed.
         """
-        if self.armed_bytes is None:
+        if self.armed_bytes is None or self._limit_bytes is None:
             return None
-        return self.armed_bytes - self._reserve_bytes() if self._room is None else self._room.planned_bytes
+        return self._limit_bytes - self._reserve_bytes() if self._room is None else self._room.planned_bytes
 
     @property
     def reserve_left_bytes(self) -> int:
@@ -120,6 +120,31 @@ class HardLimit:
                 smallest_limit_bytes=None,
             )
         self._set_limit(left)
+
+    def change(self, limit_bytes: int) -> None:
+        """Changes the limit; what tensors may take follows with `follow` or the next call of the job.
+
+        Raises:
+            DoesNotFitError: what the process holds outside of tensors is above it; nothing is
+                changed.
+        """
+        outside = outside_bytes(self._process, self._allocator)
+        if outside >= limit_bytes:
+            raise DoesNotFitError(
+                f"the process holds {format_bytes(outside)} outside of memfit's tensors, above a limit of {format_bytes(limit_bytes)}: "
+                "free what is not needed, or leave the limit as it is",
+                smallest_limit_bytes=None,
+            )
+        self._limit_bytes = limit_bytes
+        if self._room is not None:
+            self._room.change_limit(limit_bytes)
+
+    def follow(self) -> None:
+        """Arms a limit of a device that was changed: not before the plan that fits it, since a
+        batch must be made until then.
+        """
+        if self.armed_bytes is not None and self._room is None and self._limit_bytes is not None:
+            self._set_limit(self._limit_bytes)
 
     @contextmanager
     def phase(self, phases: Phases, *, is_step: bool) -> Iterator[None]:

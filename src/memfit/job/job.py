@@ -24,6 +24,7 @@ from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saved_job import SavedJob
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import fail_together, together
+from memfit.verification.proof import Proof
 
 
 class Job(SavedJob):
@@ -79,6 +80,32 @@ class Job(SavedJob):
                 "job.step(batch) is called: inside of it loss.backward() and optimizer.step() make steps",
             )
             return self._runner.step(batch)
+
+    def set_limit(self, limit: int | str) -> Proof:
+        """Changes the limit from the next step on: a neighbour came, or went.
+
+        Where the job's plan does not fit it, the next step begins with another one, as
+        `on_breach="replan"` does it, and tells so (`job.breaches`); under a larger limit with a
+        faster one of the same bits, if there is one. Both take `fit(store=...)` with
+        `on_breach="replan"` or `adapt=True`.
+
+        Args:
+            limit: of the device, as in `memfit.fit`.
+
+        Returns:
+            The proof of the limit until now; `job.proof()` begins anew.
+
+        Raises:
+            DoesNotFitError: the plan does not fit, and the job cannot take another one: the limit
+                is what it was. If it can and none fits, the next step says so, with the smallest
+                limit, and makes none; a larger limit lets the job go on.
+            UsageError: the job has no limit, or is inside `job.lines()`.
+        """
+        with self._runner.interrupts.held():
+            _refuse_lines(self._check_usable(), "job.set_limit() is called")
+            before = self.proof()
+            self._runner.change_limit(parse_bytes(limit))
+        return before
 
     @contextmanager
     def lines(self) -> Iterator[Lines]:

@@ -129,6 +129,11 @@ class Machine:
             kernel=KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None,
         )
 
+    def change_limit(self, limit_bytes: int) -> None:
+        """Changes the limit of the device; see `HardLimit.change`."""
+        self.hard_limit.change(limit_bytes)
+        self.limits = replace(self.limits, by_tier={**self.limits.by_tier, Tier.DEVICE: limit_bytes})
+
     def base_bytes(self) -> int:
         """Resident bytes of the process that our allocator did not give: interpreter, libraries,
         what was allocated before. 0 elsewhere.

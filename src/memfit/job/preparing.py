@@ -229,6 +229,10 @@ class PreparedShapes:
         """All that is prepared; the sample, at least."""
         return tuple(self._known.values()) or (self._planned.prepared,)
 
+    def forget(self) -> None:
+        """Forgets all shapes: what fits is another matter now."""
+        self._known.clear()
+
     def note_program(self, marks: tuple[object, ...], check_hooks: Callable[[], None]) -> None:
         """Forgets all where modules are in other modes (`model.train()` after a frozen start), or
         hooks came or went: that is another program.

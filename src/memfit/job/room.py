@@ -101,6 +101,11 @@ class Room:
         """True if a step was made: what libraries take at their first use is there."""
         return self._has_stepped
 
+    def change_limit(self, limit_bytes: int) -> None:
+        """Changes the limit of the process. Pooled memory goes back first: it counts."""
+        self._limit_bytes = limit_bytes
+        self._allocator.trim()
+
     def note_planned(self, reserve_bytes: int, outside_bytes: int) -> None:
         """Notes what is held when a plan is made, before any step: the reserve is for what comes
         after it.

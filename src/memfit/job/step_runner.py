@@ -6,9 +6,10 @@ In: a plan that was decided, batches. Out: results of steps; where a step does n
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from memfit.job.comparing import ComparedSteps
 from memfit.job.feedback import Feedback
 from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
+from memfit.job.limit_changes import LimitChange, change_limit, follow_limit, limit_excess
 from memfit.job.measured_steps import MeasuredStep, step_recorder
 from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Prepared, Replan
@@ -84,6 +86,7 @@ class StepRunner:
         self._steps_here = 0
         self._lines_began_s, self._lines_peak_bytes = 0.0, 0
         self._has_told_passed = False
+        self._new_limit: LimitChange | None = None
 
     def step(self, batch: Any) -> StepResult:
         """Makes a step; see `Job.step`.
@@ -100,6 +103,8 @@ class StepRunner:
         replan = assembly.planned.replan
         if replan is not None and assembly.setup.adapts:
             self._adapt(batch, replan)
+        if self._new_limit is not None:
+            self._follow_limit(self._new_limit, batch, replan)
         keeps = not assembly.setup.replans
         result = self._step(batch) if replan is None or keeps else self._step_or_replan(batch, replan)
         self.watchers.tell_step(self.assembly, result, self.measured)
@@ -273,9 +278,7 @@ class StepRunner:
                 give_random(before)
             else:
                 self.breaches += found
-                for report in found:
-                    LOG.info("another plan: %s", report.in_words())
-                    warnings.warn(report.in_words(), MemfitWarning, stacklevel=4)
+                _tell(found)
                 return replace(result, departures=(*result.departures, *(report.in_words() for report in found)))
         raise AssertionError("the loop returns or raises")
 
@@ -288,9 +291,13 @@ class StepRunner:
         assembly = self.assembly
         if assembly.journal is not None and assembly.journal.is_waiting:
             return []  # the step is decided, and computes nothing
+        if self._new_limit is not None:
+            gc.collect()  # what is in cycles counts as somebody's, beside which the plan must live
         prepared, excess = assembly.shapes.try_batch(batch)
         if excess is None:
             beside = self.machine.hard_limit.excess(prepared.peak_bytes)
+            if beside is None and self._new_limit is not None:
+                beside = limit_excess(assembly, prepared.peak_bytes, batch)
             excess = None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
         if excess is None:
             return []
@@ -309,6 +316,47 @@ class StepRunner:
             raise found
         finally:
             del found  # whose frames would hold it, and it the batch
+
+    def change_limit(self, limit_bytes: int) -> None:
+        """Changes the limit between two steps; see `Job.set_limit`."""
+        assembly = self.assembly
+        assembly.keep_changes()
+        change = change_limit(assembly, limit_bytes)
+        if change is not None:
+            before = change.before_bytes if self._new_limit is None else self._new_limit.before_bytes
+            self._new_limit, self._has_told_passed = replace(change, before_bytes=before), False
+            LOG.info("before step %d: %s", assembly.steps + 1, change.in_words())
+
+    def _follow_limit(self, change: LimitChange, batch: Any, replan: Replan | None) -> None:
+        """Takes another plan where the one so far does not fit a limit that was changed, or another
+        one is faster under it.
+
+        Raises:
+            DoesNotFitError: none fits; the job goes on under a limit that its plan fits.
+        """
+        found: list[BreachReport] = []
+        if replan is not None:
+            found = [change.told(report) for report in self._make_fitting(batch, replan)]
+            if not found:
+                found = self._take_faster(change, batch, replan)
+            self.machine.hard_limit.follow()
+            # What was held until a plan was exchanged is not under the new limit.
+            self.machine.phases.begin_anew()
+        self._new_limit = None
+        self.breaches += found
+        _tell(found)
+
+    def _take_faster(self, change: LimitChange, batch: Any, replan: Replan) -> list[BreachReport]:
+        before = take_random()
+        try:
+            with self.machine.phases("replan"):
+                self.assembly, report = follow_limit(self.assembly, change, batch, replan, self.interrupts)
+        except BaseException:
+            self.has_ended = self.assembly.has_ended
+            raise
+        finally:
+            give_random(before)
+        return [] if report is None else [report]
 
     def _adapt(self, batch: Any, replan: Replan) -> None:
         """Takes a faster plan, where what was measured says that there is one."""
@@ -335,8 +383,7 @@ class StepRunner:
         if found is not None:
             feedback.begin_plan(found.before if slower is None else None)
             self.breaches.append(found)
-            LOG.info("another plan: %s", found.in_words())
-            warnings.warn(found.in_words(), MemfitWarning, stacklevel=4)
+            _tell([found])
 
     def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
         try:
@@ -346,6 +393,13 @@ class StepRunner:
             self.has_ended = True
             raise
         return report
+
+
+def _tell(found: Sequence[BreachReport]) -> None:
+    """Tells of plans that were exchanged."""
+    for report in found:
+        LOG.info("another plan: %s", report.in_words())
+        warnings.warn(report.in_words(), MemfitWarning, stacklevel=5)
 
 
 def begin_steps(planned: Planned) -> StepRunner:

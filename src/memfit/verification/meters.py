@@ -325,6 +325,10 @@ class Phases:
         """The phases that have ended, in the order in which they first did."""
         return tuple(self._records.values())
 
+    def begin_anew(self) -> None:
+        """Forgets the phases that have ended."""
+        self._records.clear()
+
     def _fold(self) -> None:
         """Adds the peaks since the last border to every open phase, and starts them again."""
         peak_bytes, held_bytes = self._meter.peak_bytes(), self._meter.held_peak_bytes()
