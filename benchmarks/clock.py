@@ -4,10 +4,11 @@
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
 
 Each case is a process of its own: a given plan, random weights and data, ten steps. Measured are seconds of the processor where a step computes
-and of the clock where it waits for a disk: the processor seconds of the main thread, with the larger of those of updates beside it and of its own
-waits, the least of every second step behind the second. Raw: the prediction with the machine's file. Calibrated: the same with
-factors by group of classes, fitted to the actions of the steps between, so that a machine that grows faster or slower meanwhile does not count as an
-error. Beside them the old way: products divided by one rate, of the same file.
+and of the clock where it waits for a disk: the processor seconds of the main thread and of updates beside it, and its own waits, but for what
+updates compute while it waits; the least of every second step behind the second. Raw: the prediction with the machine's file. Calibrated: the same with
+factors by group of classes and by direction of the disk, fitted to the actions and transfers of the steps between, so that a machine
+that grows faster or slower meanwhile does not count as an error; in the summary also without those of the disk. Beside them the old
+way: products divided by one rate, of the same file.
 
 Between steps anchors of plain PyTorch are timed: a product, a sum of large tensors, a forward and a backward of small layers. "load" is what they
 took around the measured steps beside their least in the whole run: where it is above 1, others slowed the machine, processor seconds included.
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -57,6 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=18)
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="CASE", help="of the drawn cases those with these numbers"
+    )
     parser.add_argument("--hardware", type=Path, help="the machine's file (default: that of memfit probe)")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
@@ -72,6 +77,7 @@ def main() -> None:
         return
     rng = random.Random(arguments.seed)
     cases = [draw_case(rng, index) for index in range(arguments.count)]
+    cases = [case for index, case in enumerate(cases) if arguments.only is None or index in arguments.only]
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="memfit-clock-", dir=arguments.directory) as directory:
         for case in cases:
@@ -150,7 +156,8 @@ def _summary(found: Sequence[Mapping[str, Any]]) -> str:
         return min(one["computed_s"][WARM + turn :: 2])
 
     lines = [""]
-    for key, name in (("raw_s", "raw"), ("calibrated_s", "calibrated"), ("products_s", "products alone")):
+    shown = {"raw_s": "raw", "calibrated_s": "calibrated", "links_raw_s": "calibrated but for the disk"}
+    for key, name in (*shown.items(), ("products_s", "products alone")):
         errors = sorted(abs(_error(one, key)) for one in found)
         lines.append(
             f"{name}: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, Kendall tau {_tau(found, key):.2f}"
@@ -186,9 +193,10 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     from memfit.core.machines import read_hardware
     from memfit.core.work_kinds import PRODUCT_KINDS
     from memfit.job import measured_steps
+    from memfit.job.comparing import fastest_traffic
     from memfit.job.saved_hardware import load_saved
     from memfit.prediction import predict
-    from memfit.prediction.calibration import calibrated, fit_factors, largest_deviations
+    from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
     from memfit.scheduling.lower import lower
 
     machine = load_saved(torch.device("cpu")) if hardware is None else read_hardware(hardware)
@@ -221,9 +229,13 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
             anchors.append(_anchors())
         job.close(restore=False)
     recorded = min(timelines, key=lambda timeline: timeline.moments[-1].end_s)
-    recorded = replace(recorded, beside_s=statistics.median(one.beside_s for one in timelines))
+    moved = {lane: [one.traffic[lane] for one in timelines] for lane in recorded.traffic}
+    recorded = replace(
+        recorded, beside_s=statistics.median(one.beside_s for one in timelines), traffic=fastest_traffic(moved)
+    )
     best = fit_factors(step, recorded, machine)
     again = predict(step, calibrated(machine, best))
+    links_raw = predict(step, calibrated(machine, {name: best[name] for name in GROUPS}))
     products = sum(a for o in step for kind, a in o.work if kind in PRODUCT_KINDS) / machine.flops_per_s
     fastest = min(measured_on, key=taken.__getitem__)
     around = [(min(column), statistics.fmean(column[fastest : fastest + 2])) for column in zip(*anchors, strict=True)]
@@ -231,8 +243,11 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     print(
         json.dumps({
             "measured_s": taken[fastest], "steps_s": taken, "computed_s": busy, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
+            "links_raw_s": links_raw.seconds,
             "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,
             "stalls_s": dict(predicted.stalls_s), "measured_stalls_s": waited, "anchors_s": around,
+            "calibrated_stalls_s": dict(again.stalls_s), "beside_s": recorded.beside_s,
+            "traffic": {lane: [one.nbytes, one.seconds] for lane, one in recorded.traffic.items()},
             "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, recorded, most=4)],
         })
     )  # fmt: skip
@@ -263,10 +278,24 @@ def _anchors() -> list[float]:
 def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, float, dict[str, float], Any]:
     """Processor seconds of a step, its seconds, its waits by cause, and its timeline in processor seconds of the main thread."""
     from memfit.engine.measured_step import StepRecorder
+    from memfit.homes.factories import used_by
 
-    waits = StepRecorder()
+    class Waits(StepRecorder):
+        """Notes besides what updates compute while the main thread waits: it costs no seconds of its own."""
+
+        hidden_s = 0.0
+
+        @contextmanager
+        def stall(self, kind: str) -> Iterator[None]:
+            before = worker.busy_s()
+            with super().stall(kind):
+                yield
+            self.hidden_s += worker.busy_s() - before
+
     engine, worker = job._assembly.engine, job._assembly.updates  # noqa: SLF001, the engine records where nothing public does yet
-    recorder = StepRecorder(clock=time.thread_time, beside=worker.busy_s)
+    waits = Waits()
+    factories = job._assembly.house.factories  # noqa: SLF001
+    recorder = StepRecorder(clock=time.thread_time, beside=worker.busy_s, links=lambda: used_by(factories))
     updates, thread = worker.busy_s(), time.thread_time()
     with engine.recording(recorder if is_recorded else waits):
         job.step(batch)
@@ -274,7 +303,7 @@ def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, float,
     stalls = {} if is_recorded else dict(waits.timeline().stalls_s)
     return (
         thread + updates,
-        thread + max(updates, sum(stalls.values())),
+        thread + updates - waits.hidden_s + sum(stalls.values()),
         stalls,
         recorder.timeline() if is_recorded else None,
     )

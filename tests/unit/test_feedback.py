@@ -31,10 +31,17 @@ def test_a_measured_way_of_a_link_changes_its_rate_and_what_hangs_on_it() -> Non
         (Tier.HOST, "write"): LinkTraffic(nbytes=MIB, seconds=1.0),  # too few bytes to say anything
         (Tier.DISK, "read"): LinkTraffic(nbytes=8 * MIB, seconds=1.0),  # a tier that the machine has not
     }
-    link = with_rates(machine(), traffic).link(Tier.HOST)
+    link = with_rates(machine(), traffic, {}).link(Tier.HOST)
     assert link.read_bytes_per_s == pytest.approx(2.5e8)
     assert link.both_read_bytes_per_s == pytest.approx(1.25e8)
     assert link.write_bytes_per_s == 1e9
+
+
+def test_a_way_that_the_other_one_was_foretold_to_slow_is_not_slow_for_that() -> None:
+    traffic = {(Tier.HOST, "read"): LinkTraffic(nbytes=8 * MIB, seconds=8 * MIB / 2.5e8)}
+    foretold = {(Tier.HOST, "read"): LinkTraffic(nbytes=MIB, seconds=MIB / 5e8)}
+    link = with_rates(machine(), traffic, foretold).link(Tier.HOST)
+    assert link.read_bytes_per_s == pytest.approx(1e9 * 2.5e8 / 5e8)
 
 
 class Run:
@@ -42,6 +49,7 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.per_s = 1e9
+        monkeypatch.setattr(module, "step_traffic", lambda _, __: {})
         monkeypatch.setattr(module, "step_seconds", lambda _, hardware: MIB / hardware.link(Tier.HOST).read_bytes_per_s)
         compared: Any = SimpleNamespace(result=lambda: None)
         self.feedback = Feedback(compared)

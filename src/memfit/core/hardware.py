@@ -97,11 +97,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTraffic:
-    """Measured transfers of one direction of a link.
+    """Transfers of one direction of a link.
 
     Attributes:
         nbytes: that went.
-        seconds: that they took, one after the other.
+        seconds: that they took: copies one after the other, of files while any was under way.
     """
 
     nbytes: int = 0
@@ -110,6 +110,10 @@ class LinkTraffic:
     def plus(self, nbytes: int, seconds: float) -> LinkTraffic:
         """Returns the sum with more transfers."""
         return LinkTraffic(nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
+
+    def since(self, before: LinkTraffic) -> LinkTraffic:
+        """Returns what came since an earlier moment of the same counter."""
+        return LinkTraffic(nbytes=self.nbytes - before.nbytes, seconds=self.seconds - before.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

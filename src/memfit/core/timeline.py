@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memfit.core.hardware import LinkTraffic
 from memfit.core.tiers import Tier
 
 COMPUTE_LANE = "compute"
@@ -84,6 +85,8 @@ class Timeline:
             "accumulate", "update". Measured ones are of the first and the last two alone
             (`engine.measured_step`).
         beside_s: seconds that updates beside backward were on a processor; 0: none, or predicted.
+        traffic: measured bytes and seconds of links, by lane ("disk read"), where their tier
+            counts them; empty where predicted.
         commit_s: seconds of the step's share of a commit to a store, after its last action.
         intervals: what each lane does when, predicted; empty where seconds were not predicted or
             the timeline was measured. Lengths of stalls sum to `stalls_s`.
@@ -98,6 +101,7 @@ class Timeline:
     bytes_received: Mapping[str, int] = field(default_factory=dict[str, int])
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
     beside_s: float = 0.0
+    traffic: Mapping[str, LinkTraffic] = field(default_factory=dict[str, LinkTraffic])
     commit_s: float = 0.0
     intervals: tuple[Interval, ...] = ()
     interval_s: tuple[float, float] | None = None

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from memfit.core.hardware import LinkTraffic
 from memfit.core.schedule import Action
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
@@ -95,6 +96,7 @@ class StepRecorder:
         traffic: bytes moved so far; None: they are not counted.
         clock: seconds, such as those that the thread did not wait for a processor.
         beside: seconds that the thread of updates was on a processor so far; None: not asked.
+        links: what transfers took so far, by lane; None: not asked.
     """
 
     def __init__(
@@ -103,12 +105,15 @@ class StepRecorder:
         traffic: Callable[[], Traffic] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         beside: Callable[[], float] | None = None,
+        links: Callable[[], Mapping[str, LinkTraffic]] | None = None,
     ) -> None:
         self._meter = meter
         self._traffic = traffic
         self._moved_before = traffic() if traffic is not None else None
         self._beside = beside
         self._beside_before_s = 0.0 if beside is None else beside()
+        self._links = links
+        self._links_before = {} if links is None else links()
         self._clock = clock
         self._began_s = clock()
         self._moments: list[Moment] = []
@@ -168,6 +173,10 @@ class StepRecorder:
             bytes_written=written,
             stalls_s=dict(self._stalls_s),
             beside_s=0.0 if self._beside is None else self._beside() - self._beside_before_s,
+            traffic={
+                lane: now.since(self._links_before.get(lane, LinkTraffic()))
+                for lane, now in ({} if self._links is None else self._links()).items()
+            },
         )
         return timeline if self._meter is None else replace(timeline, peaks={Tier.DEVICE: timeline.peak_bytes})
 

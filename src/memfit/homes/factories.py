@@ -104,6 +104,12 @@ class HomeFactory:
         """
         return {}
 
+    def used(self) -> Mapping[str, LinkTraffic]:
+        """Returns what transfers took since the beginning, by direction, if the tier counts it all
+        along.
+        """
+        return {}
+
     @property
     def held_bytes(self) -> int:
         """Returns the bytes of the tier that homes and offloaded tensors have claimed, if it counts
@@ -240,6 +246,7 @@ class FileFactory(HomeFactory):
         self._working: WorkingStore | None = None
         self._scratch: ScratchFile | None = None
         self.staging = None if stream is None else Staging(device, stream=stream, leaving=leaving, ledger=ledger)
+        self._taken: Mapping[str, LinkTraffic] = {}
 
     def prepare(self, requests: Sequence[HomeRequest], *, offloads: bool) -> None:
         """See `HomeFactory`.
@@ -313,6 +320,15 @@ class FileFactory(HomeFactory):
             {tag: traffic.written_bytes for tag, traffic in by_tag.items()},
         )
 
+    def used(self) -> Mapping[str, LinkTraffic]:
+        """See `HomeFactory`: of all transfers of the same threads, a store's commits too."""
+        return {} if self._io is None else self._io.used()
+
+    def take_traffic(self) -> Mapping[str, LinkTraffic]:
+        """See `HomeFactory`."""
+        before, self._taken = self._taken, self.used()
+        return {way: now.since(before.get(way, LinkTraffic())) for way, now in self._taken.items()}
+
     @property
     def held_bytes(self) -> int:
         """See `HomeFactory`. Of a store that outlives the job all that it claimed."""
@@ -375,6 +391,11 @@ def own_factories(
         Tier.DISK: FileFactory(directory, device, stream=coming, leaving=leaving, ledger=host_ledger, kept=kept),
     }
     return own | {tier: each.make(device) for tier, each in (further or {}).items()}
+
+
+def used_by(factories: Mapping[Tier, HomeFactory]) -> dict[str, LinkTraffic]:
+    """Returns what transfers of tiers that count it took so far, by lane ("disk read")."""
+    return {f"{tier} {way}": one for tier, factory in factories.items() for way, one in factory.used().items()}
 
 
 def _blank(home: DiskHome) -> None:

@@ -9,10 +9,10 @@ What the main thread computes, in seconds that it was on a processor: those do n
 others kept it waiting, which is told apart. The fastest of the first steps behind the second
 counts, since other work can only slow one down: whole, since the least of each action adds up to
 5 % less than any step takes. Updates beside backward are another thread's: the median of its
-seconds in a step. Left out: actions that end in another thread than
-they began in. Stalls are compared
-by cause, by the clock. Only steps of a processor say what is learnt: an accelerator's actions end
-before their work does.
+seconds in a step. Of each direction of the disk the step counts in which a byte took least
+([Note: what links took] in `prediction.calibration`). Left out: actions that end in another thread
+than they began in. Stalls are compared by cause, by the clock. Only steps of a processor say what
+is learnt: an accelerator's actions end before their work does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from dataclasses import dataclass, replace
 
 from memfit import devices
 from memfit.core.errors import MemfitWarning
+from memfit.core.hardware import LinkTraffic
 from memfit.core.rates import in_dtype
 from memfit.core.step import Step, UpdatePlace
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
 from memfit.core.work_kinds import Work, WorkKind
 from memfit.job.corrections import (
@@ -38,7 +40,7 @@ from memfit.job.corrections import (
 )
 from memfit.job.saved_hardware import identity_of, load_measured, saved_path
 from memfit.job.setup import Prepared, Setup
-from memfit.prediction.calibration import Deviation, fit_factors, group_seconds, largest_deviations
+from memfit.prediction.calibration import LANES, Deviation, fit_factors, group_seconds, largest_deviations
 from memfit.prediction.clock import work_seconds
 from memfit.prediction.predict import predict
 
@@ -55,7 +57,8 @@ class StepComparison:
     Attributes:
         predicted_s, measured_s: of what the main thread computes.
         steps: that were measured.
-        factors: measured by predicted seconds, by group of classes of work.
+        factors: measured by predicted seconds, by group of classes of work, and by direction of the
+            disk ("disk read") where it moved enough.
         deviations: kinds of actions that are farthest apart, farthest first.
         predicted_stalls_s, measured_stalls_s: seconds of waiting by cause.
         is_quiet: the thread hardly waited for a processor; else nothing is learnt from it.
@@ -100,6 +103,7 @@ class ComparedSteps:
         self._fastest_s = math.inf
         self._stalls_s: dict[str, float] = {}
         self._beside_s: list[float] = []
+        self._traffic: dict[str, list[LinkTraffic]] = {}
         self._measured = 0
         self._clock_s = self._busy_s = 0.0
         self._is_kept = False
@@ -129,6 +133,8 @@ class ComparedSteps:
         for cause, seconds in timeline.stalls_s.items():
             self._stalls_s[cause] = min(seconds, self._stalls_s.get(cause, seconds))
         self._beside_s.append(timeline.beside_s)
+        for lane, one in timeline.traffic.items():
+            self._traffic.setdefault(lane, []).append(one)
         self._measured += 1
         if self._measured == _MOST:
             self.keep()
@@ -173,12 +179,17 @@ class ComparedSteps:
         if measurement_of(saved) != measurement_of(hardware):
             return  # of another description than the saved one
         before = load_correction(saved, path)
-        if before.applied(saved).rates != hardware.rates:
+        applied = before.applied(saved)
+        if applied.rates != hardware.rates:
             return  # a description that was given, or another run has taught in between
+        factors = found.factors
+        # Of another disk than the one that was probed they say nothing of that one.
+        if applied.link(Tier.DISK) != hardware.link(Tier.DISK):
+            factors = {name: factor for name, factor in factors.items() if name not in LANES}
         assert self._prepared is not None, "there is a result"
         weights = group_seconds(self._prepared.step, in_dtype(hardware, self._prepared.plan.compute_dtype))
         try:
-            save_correction(before.followed_by(found.factors, weights, found.ratio), path)
+            save_correction(before.followed_by(factors, weights, found.ratio), path)
         except OSError as error:
             warnings.warn(
                 f"what this run taught about the machine's rates cannot be kept in {path}: {error.strerror}",
@@ -200,7 +211,14 @@ class ComparedSteps:
             stalls_s=dict(self._stalls_s),
             # A step's last update may end in the next one.
             beside_s=statistics.median(self._beside_s),
+            traffic=fastest_traffic(self._traffic),
         )
+
+
+def fastest_traffic(found: Mapping[str, Sequence[LinkTraffic]]) -> dict[str, LinkTraffic]:
+    """Returns by lane what the step took in which a byte took least: others only slow one down."""
+    moved = {lane: [one for one in every if one.nbytes] for lane, every in found.items()}
+    return {lane: min(every, key=lambda one: one.seconds / one.nbytes) for lane, every in moved.items() if every}
 
 
 def _busy(moment: Moment) -> float:

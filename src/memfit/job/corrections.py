@@ -1,7 +1,7 @@
 """Corrections of a machine's rates that runs have taught, kept beside the file of `memfit probe`.
 
-In: factors by group of classes that a run's steps were measured to take, and how far whole steps
-were from their predictions. Out: a corrected `Hardware`, for the next run.
+In: factors by group of classes, and of the disk, that a run's steps were measured to take, and how
+far whole steps were from their predictions. Out: a corrected `Hardware`, for the next run.
 
 [Note: self-correction]
 A job on a processor compares its first steps with their prediction, action by action
@@ -19,7 +19,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,14 @@ from typing import Any, cast
 from memfit.core.documents import parse_json, read_document, write_document
 from memfit.core.errors import MemfitWarning
 from memfit.core.hardware import Hardware
-from memfit.prediction.calibration import GROUPS, LARGEST_FACTOR, SMALLEST_FACTOR, calibrated
+from memfit.prediction.calibration import (
+    GROUPS,
+    LANES,
+    LARGEST_FACTOR,
+    LARGEST_LINK_FACTOR,
+    SMALLEST_FACTOR,
+    calibrated,
+)
 
 CORRECTION_FORMAT = 1
 _FILE_LIMIT_BYTES = 64 << 10
@@ -46,8 +53,8 @@ class Correction:
 
     Attributes:
         of: digest of the measurement that they correct.
-        factors: by group of classes (`prediction.calibration.GROUPS`): its seconds as a multiple of
-            those that the file's rates give.
+        factors: by group of classes and lane of the disk (`prediction.calibration.GROUPS`,
+            `LANES`): its seconds as a multiple of those that the file's rates give.
         seconds: measured seconds that each factor rests on.
         ratios: of each run, latest last: measured seconds of a step by those that were predicted
             with the corrections of that time.
@@ -62,18 +69,19 @@ class Correction:
         """Returns the corrections with those of another run.
 
         Args:
-            factors: by group, relative to the rates as corrected until now.
-            seconds: of the run, by group; groups without any say nothing.
+            factors: by group and lane, relative to the rates as corrected until now.
+            seconds: of the run, likewise; those without any, or without a factor, say nothing.
             ratio: measured by predicted seconds of its step.
         """
         found, rests_on = dict(self.factors), dict(self.seconds)
         for group, new_s in seconds.items():
-            if new_s <= 0:
+            if new_s <= 0 or group not in factors:
                 continue
             old = found.get(group, 1.0)
             old_s = min(rests_on.get(group, 0.0), _MEMORY * new_s)
             step = math.log(factors[group]) * new_s / (new_s + old_s)
-            found[group] = min(max(old * math.exp(step), SMALLEST_FACTOR), LARGEST_FACTOR)
+            least, most = _bounds(group)
+            found[group] = min(max(old * math.exp(step), least), most)
             rests_on[group] = min(old_s + new_s, _LONGEST_S)
         ratios = (*self.ratios, min(max(ratio, 1 / _LARGEST_RATIO), _LARGEST_RATIO))[-_MOST_RATIOS:]
         return replace(self, factors=found, seconds=rests_on, ratios=ratios)
@@ -167,19 +175,24 @@ def _read(text: bytes) -> Correction:
         raise ValueError(f"'ratios' has more than {_MOST_RATIOS} entries")
     return Correction(
         of=of,
-        factors=_numbers("factors", raw.get("factors"), SMALLEST_FACTOR, LARGEST_FACTOR),
-        seconds=_numbers("seconds", raw.get("seconds"), 0.0, _LONGEST_S),
+        factors=_numbers("factors", raw.get("factors"), _bounds),
+        seconds=_numbers("seconds", raw.get("seconds"), lambda _: (0.0, _LONGEST_S)),
         ratios=tuple(_number("ratios", one, 1 / _LARGEST_RATIO, _LARGEST_RATIO) for one in numbers),
     )
 
 
-def _numbers(name: str, given: object, least: float, most: float) -> dict[str, float]:
+def _bounds(name: str) -> tuple[float, float]:
+    """The smallest and the largest factor of a group or a lane."""
+    return (1 / LARGEST_LINK_FACTOR, LARGEST_LINK_FACTOR) if name in LANES else (SMALLEST_FACTOR, LARGEST_FACTOR)
+
+
+def _numbers(name: str, given: object, bounds: Callable[[str], tuple[float, float]]) -> dict[str, float]:
     if not isinstance(given, dict):
         raise ValueError(f"{name!r} is an object of numbers by group")  # noqa: TRY004, as every other flaw of the file
     raw = cast("dict[str, object]", given)
-    if unknown := sorted(set(raw) - set(GROUPS)):
+    if unknown := sorted(set(raw) - set(GROUPS) - set(LANES)):
         raise ValueError(f"{name!r} has the unknown group {unknown[0]!r:.80}")
-    return {group: _number(name, value, least, most) for group, value in raw.items()}
+    return {group: _number(name, value, *bounds(group)) for group, value in raw.items()}
 
 
 def _number(name: str, value: object, least: float, most: float) -> float:

@@ -6,7 +6,8 @@ much from what the plan was priced on that another plan may be faster; seconds o
 tried.
 
 [Note: feedback]
-Between two steps a job with `adapt=True` looks at what its transfers took (`homes.link_meter`) and,
+Between two steps a job with `adapt=True` looks at what its transfers took (`homes.link_meter`, and
+of files `store.channel`), beside what they are predicted to take in the same step, and,
 where the processor is the device, at the factors by which classes of work were off
 (`job.comparing`). The plan's own schedule is priced twice: with the rates that it was chosen with,
 and with those. Where they are a tenth apart, plans are looked for again with the measured rates,
@@ -23,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.core.hardware import Hardware, Link, LinkTraffic, TierSpec
+from memfit.core.hardware import Hardware, LinkTraffic, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.rates import in_dtype
 from memfit.core.tiers import Tier
 from memfit.job.assembly import Assembly
 from memfit.job.comparing import ComparedSteps
 from memfit.job.setup import Prepared
-from memfit.prediction.calibration import calibrated
+from memfit.prediction.calibration import GROUPS, LEAST_BYTES, calibrated, link_traffic, with_share
 from memfit.prediction.predict import predict
 
 MOST_CHANGES = 4
@@ -41,7 +42,6 @@ _WARM_STEPS, _WINDOW = 1, 2
 # Steps behind which the processor's own rates are compared, once.
 _COMPARED_AFTER = 8
 _RATE_APART = 1.2
-_LEAST_BYTES = 4 << 20
 _SLOWER = 1.03
 
 Traffic = Mapping[tuple[Tier, str], LinkTraffic]
@@ -62,6 +62,7 @@ class Feedback:
         self._steps = self._all_steps = 0
         self._prepared: Prepared | None = None
         self._before: tuple[Plan, float] | None = None
+        self._foretold: tuple[Prepared, Hardware, Traffic] | None = None
         self.changes = 0
 
     def note(self, assembly: Assembly, prepared: Prepared, seconds: float) -> None:
@@ -87,11 +88,12 @@ class Feedback:
         if len(self._seconds) < _WINDOW or self._prepared is None or self.changes >= MOST_CHANGES:
             return None
         priced = self._priced = self._priced or assembly.setup.hardware()
-        found = with_rates(priced, self._traffic)
+        found = with_rates(priced, self._traffic, self._step_traffic(self._prepared, priced))
         if self._all_steps == _COMPARED_AFTER and not self.changes:
             compared = self._compared.result()
             if compared is not None and compared.is_quiet:
-                found = calibrated(found, compared.factors)
+                # Of links the window tells more than the job's first steps.
+                found = calibrated(found, {name: compared.factors[name] for name in GROUPS})
         if not _differ(priced, found):
             return None  # nearly always: to price a step takes milliseconds
         thought, now = (step_seconds(self._prepared, machine) for machine in (priced, found))
@@ -99,6 +101,15 @@ class Feedback:
             return None
         self._priced = found  # asked once, whatever comes of it
         return found
+
+    def _step_traffic(self, prepared: Prepared, priced: Hardware) -> Traffic:
+        """Predicted bytes and seconds of links; found once for each plan and price of it."""
+        if not self._traffic:
+            return {}
+        known = self._foretold
+        if known is None or known[0] is not prepared or known[1] is not priced:
+            known = self._foretold = (prepared, priced, step_traffic(prepared, priced))
+        return known[2]
 
     def slower_than_before(self) -> Plan | None:
         """Returns the plan before, where steps under the present one were measured to take
@@ -136,39 +147,35 @@ def step_seconds(prepared: Prepared, machine: Hardware) -> float:
     return predict(prepared.step, in_dtype(machine, prepared.plan.compute_dtype)).seconds
 
 
-def with_rates(machine: Hardware, traffic: Traffic) -> Hardware:
+def step_traffic(prepared: Prepared, machine: Hardware) -> Traffic:
+    """Returns what the links of a machine are predicted to take in a prepared step."""
+    foretold = link_traffic(predict(prepared.step, in_dtype(machine, prepared.plan.compute_dtype)))
+    return {
+        (tier, way): foretold[f"{tier} {way}"]
+        for tier in machine.away
+        for way in ("read", "write")
+        if f"{tier} {way}" in foretold
+    }
+
+
+def with_rates(machine: Hardware, traffic: Traffic, foretold: Traffic) -> Hardware:
     """Returns the machine with the rates of links that were measured; those of too few bytes
     stay.
+
+    Args:
+        machine: as it was thought to be.
+        traffic: as measured.
+        foretold: predicted on this machine for the same step; of what it does not say, at the
+            link's own speed.
     """
     tiers = dict(machine.tiers)
     for (tier, direction), one in traffic.items():
         spec = tiers.get(tier)
-        if spec is None or spec.link is None or one.nbytes < _LEAST_BYTES or one.seconds <= 0:
+        if spec is None or spec.link is None or one.nbytes < LEAST_BYTES or one.seconds <= 0:
             continue
-        tiers[tier] = TierSpec(nbytes=spec.nbytes, link=_with_rate(spec.link, direction, one.nbytes / one.seconds))
+        link, thought = spec.link, foretold.get((tier, direction))
+        per_s = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
+        if thought is not None and thought.nbytes and thought.seconds > 0:
+            per_s = thought.nbytes / thought.seconds
+        tiers[tier] = TierSpec(nbytes=spec.nbytes, link=with_share(link, direction, one.nbytes / one.seconds / per_s))
     return replace(machine, tiers=tiers)
-
-
-def _with_rate(link: Link, direction: str, per_s: float) -> Link:
-    """The link at another rate one way; what both ways at once and computing cost stays in
-    proportion.
-    """
-    is_read = direction == "read"
-    share = per_s / (link.read_bytes_per_s if is_read else link.write_bytes_per_s)
-
-    def scaled(rate: float | None) -> float | None:
-        return None if rate is None else rate * share
-
-    if is_read:
-        return replace(
-            link,
-            read_bytes_per_s=per_s,
-            both_read_bytes_per_s=scaled(link.both_read_bytes_per_s),
-            busy_read_bytes_per_s=scaled(link.busy_read_bytes_per_s),
-        )
-    return replace(
-        link,
-        write_bytes_per_s=per_s,
-        both_write_bytes_per_s=scaled(link.both_write_bytes_per_s),
-        busy_write_bytes_per_s=scaled(link.busy_write_bytes_per_s),
-    )

@@ -21,6 +21,7 @@ from memfit.allocator import Allocator
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.engine.measured_step import StepRecorder
+from memfit.homes.factories import used_by
 from memfit.job.assembly import Assembly
 from memfit.job.setup import Prepared
 from memfit.tensors.trees import tensors_in
@@ -108,7 +109,13 @@ def step_recorder(assembly: Assembly, prepared: Prepared, batch: Any, steps_here
         if isinstance(machine.allocator, Allocator)
         else BytesAtEnds(machine.meter, others_bytes)
     )
-    return StepRecorder(meter, lambda: assembly.house.bytes_moved, beside=assembly.updates.busy_s)
+    factories = assembly.house.factories
+    return StepRecorder(
+        meter,
+        lambda: assembly.house.bytes_moved,
+        beside=assembly.updates.busy_s,
+        links=lambda: used_by(factories),
+    )
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

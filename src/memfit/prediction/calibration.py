@@ -9,8 +9,14 @@ the sum over groups of a factor times the predicted seconds of that group. Group
 classes, since a step has too few kinds of actions to tell 20 classes apart. Least squares, drawn
 towards 1 by as much as a group's share of the step is small; then all factors by one number, so
 that the sum is the measured one. Updates in a thread of their own have its seconds on a processor,
-all together. Links are left alone: where the main thread waits, the measured seconds do not say for
-how long a link worked.
+all together.
+
+[Note: what links took]
+Where the main thread waits, its seconds do not say for how long a link worked. The disk's own
+threads do (`store.channel`): each direction's seconds a byte, measured, by those that the clock
+predicts for the same step. So what the other direction and computing cost is on both sides, and the
+factor is that of the link alone. Links whose tier counts nothing, or whose step moved less than
+`LEAST_BYTES`, are left alone.
 """
 
 from __future__ import annotations
@@ -18,14 +24,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.core.hardware import Hardware
+from memfit.core.hardware import Hardware, Link, LinkTraffic, TierSpec
 from memfit.core.rates import Rate, rates_of
 from memfit.core.step import Step, UpdatePlace
-from memfit.core.timeline import Moment, Timeline
+from memfit.core.tiers import Tier
+from memfit.core.timeline import Moment, Timeline, for_updates
 from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
 from memfit.prediction.clock import work_seconds
+from memfit.prediction.predict import predict
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
+LARGEST_LINK_FACTOR = 20.0
+"""The largest of a link, either way: a disk may be another one tomorrow, or one that others use."""
+LEAST_BYTES = 4 << 20
+"""A direction that moved less in a step says nothing of its speed."""
 _PULL = 0.001
 _UPDATES = frozenset(
     {WorkKind.PIECES, WorkKind.PIECE_TRANSFERS, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED}
@@ -42,6 +54,8 @@ GROUPS: Mapping[str, frozenset[WorkKind]] = {
 }
 """Classes that share a factor. What a step takes beside its actions is in none.
 """
+LANES: Mapping[str, tuple[Tier, str]] = {f"{Tier.DISK} {way}": (Tier.DISK, way) for way in ("read", "write")}
+"""Directions of links that have factors too, by name, in the same mappings as groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +75,46 @@ class Deviation:
 
 
 def fit_factors(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[str, float]:
-    """Returns the factor by which each group's seconds were measured, 1 where nothing tells.
+    """Returns the factor by which each group's seconds were measured, 1 where nothing tells, and
+    those of links of which something was measured.
 
     Args:
         step: that was measured.
         measured: action by action; seconds of the processor, or of the clock on a quiet machine.
         hardware: with the rates to correct.
 
-    See [Note: what is fitted].
+    See [Note: what is fitted] and [Note: what links took].
     """
+    return {**_fit_groups(step, measured, hardware), **fit_links(step, measured, hardware)}
+
+
+def fit_links(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[str, float]:
+    """Returns the factors of links (`LANES`) that the step tells. See [Note: what links took]."""
+    if not measured.traffic:
+        return {}
+    foretold = link_traffic(predict(step, hardware))
+    found: dict[str, float] = {}
+    for lane, took in measured.traffic.items():
+        thought = foretold.get(lane)
+        if lane in LANES and thought is not None and min(took.nbytes, thought.nbytes) >= LEAST_BYTES:
+            factor = (took.seconds / took.nbytes) / (thought.seconds / thought.nbytes)
+            found[lane] = min(max(factor, 1 / LARGEST_LINK_FACTOR), LARGEST_LINK_FACTOR)
+    return found
+
+
+def link_traffic(predicted: Timeline) -> Mapping[str, LinkTraffic]:
+    """Returns the bytes and seconds of each lane of a link in a predicted step, what updates move
+    included.
+    """
+    found: dict[str, LinkTraffic] = {}
+    for one in predicted.intervals:
+        if one.kind == "transfer":
+            lane = one.lane.removesuffix(for_updates(""))
+            found[lane] = found.get(lane, LinkTraffic()).plus(one.nbytes, one.end_s - one.start_s)
+    return found
+
+
+def _fit_groups(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[str, float]:
     rows: list[list[float]] = []
     seconds: list[float] = []
     groups = list(GROUPS)
@@ -98,20 +143,38 @@ def _with_beside(factors: dict[str, float], step: Step, measured: Timeline, hard
 
 
 def group_seconds(step: Step, hardware: Hardware) -> Mapping[str, float]:
-    """Returns the predicted seconds of each group in what this processor's threads compute: what
-    its factor rests on.
+    """Returns the predicted seconds of each group in what this processor's threads compute, and of
+    each lane of `LANES`: what its factor rests on.
     """
     works = [o.work for o in step if o.update_place is not UpdatePlace.HOST]
-    return {
+    groups = {
         name: sum(work_seconds(_of_group(work, kinds), hardware) for work in works) for name, kinds in GROUPS.items()
     }
+    foretold = link_traffic(predict(step, hardware))
+    return groups | {lane: foretold[lane].seconds for lane in LANES if lane in foretold}
 
 
 def calibrated(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
-    """Returns a machine whose classes take `factors` times as long, by group."""
+    """Returns a machine whose classes and links take `factors` times as long, by group and by
+    lane.
+    """
     by_kind = {kind: factors.get(name, 1.0) for name, kinds in GROUPS.items() for kind in kinds}
     rates = {kind: Rate(rate.per_s / by_kind.get(kind, 1.0), rate.spread) for kind, rate in rates_of(hardware).items()}
-    return replace(hardware, rates=rates)
+    tiers = dict(hardware.tiers)
+    for lane, (tier, way) in LANES.items():
+        spec = tiers.get(tier)
+        if lane in factors and spec is not None and spec.link is not None:
+            tiers[tier] = TierSpec(nbytes=spec.nbytes, link=with_share(spec.link, way, 1 / factors[lane]))
+    return replace(hardware, rates=rates, tiers=tiers)
+
+
+def with_share(link: Link, direction: str, share: float) -> Link:
+    """Returns a link at a share of its speed one way; what both ways at once and computing cost
+    stays in proportion.
+    """
+    names = [f"{prefix}{direction}_bytes_per_s" for prefix in ("", "both_", "busy_")]
+    scaled = {name: None if (rate := getattr(link, name)) is None else rate * share for name in names}
+    return replace(link, **scaled)
 
 
 def largest_deviations(predicted: Timeline, measured: Timeline, *, most: int = 8) -> tuple[Deviation, ...]:

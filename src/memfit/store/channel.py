@@ -8,6 +8,12 @@ Threads take pieces from the transfer at the head of the queue until it is used 
 the next: first in, first out, several threads on one big transfer, urgent transfers before the
 others at the next piece. A transfer may have to come after others, in either direction; it enters
 the queue when the last of them has ended. Transfers only ever wait for older ones: no cycles.
+
+[Note: what a direction takes]
+A direction is busy while at least one piece is under way: from the first that a thread takes to the
+end of the last, however many threads share them. Its bytes by those seconds are its speed in use,
+as prediction prices it; the other direction and all else that slowed it are in it, and a queue that
+was empty is not.
 """
 
 from __future__ import annotations
@@ -15,10 +21,12 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from memfit.core.errors import StoreError
+from memfit.core.hardware import LinkTraffic
 from memfit.core.units import round_up
 from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, aligned_memory
@@ -60,6 +68,10 @@ class Channel:
         self._is_cancelling = False
         self._pid = os.getpid()
         self._traffic: dict[str, ChannelTraffic] = {}
+        # Under the lock: pieces under way, since when there are any, and seconds that are over.
+        self._under_way = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
         self.staging_bytes = threads * staging_bytes
         name = "memfit-disk-write" if is_write else "memfit-disk-read"
         self._threads = [
@@ -156,6 +168,15 @@ class Channel:
                 for tag, found in self._traffic.items()
             }
 
+    def used(self) -> LinkTraffic:
+        """Bytes that went so far, and the seconds that it was busy; see [Note: what a direction
+        takes].
+        """
+        with self._condition:
+            open_s = time.perf_counter() - self._busy_since_s if self._under_way else 0.0
+            moved = sum(found.moved_bytes for found in self._traffic.values())
+            return LinkTraffic(nbytes=moved, seconds=self._busy_s + open_s)
+
     # ---- the life of a transfer
 
     def _unblock(self, transfer: DiskTransfer, earlier: DiskTransfer | None) -> None:
@@ -218,6 +239,9 @@ class Channel:
                     end = (transfer.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
                     transfer.cursor = min(transfer.nbytes, end - transfer.offset)
                     transfer.in_flight += 1
+                    if not self._under_way:
+                        self._busy_since_s = time.perf_counter()
+                    self._under_way += 1
                     if transfer.cursor == transfer.nbytes:
                         queue.popleft()
                     return transfer, start, transfer.cursor - start
@@ -263,6 +287,9 @@ class Channel:
             else:
                 transfer.fail(failure)
             transfer.in_flight -= 1
+            self._under_way -= 1
+            if not self._under_way:
+                self._busy_s += time.perf_counter() - self._busy_since_s
             is_over = self._is_over(transfer)
         if is_over:
             transfer.finish()

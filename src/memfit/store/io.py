@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Self
 
 from memfit.core.errors import StoreError, UsageError
+from memfit.core.hardware import LinkTraffic
 from memfit.core.units import MIB
 from memfit.store.channel import Channel, ChannelTraffic, check_sizes
 from memfit.store.disk_transfer import DiskTransfer, Watcher
@@ -253,6 +254,12 @@ class DiskIO:
             by_tag=MappingProxyType(by_tag),
             staging_bytes=self.staging_bytes,
         )
+
+    def used(self) -> Mapping[str, LinkTraffic]:
+        """Bytes so far and seconds that each direction ("read", "write") was busy; see
+        [Note: what a direction takes] in `channel`.
+        """
+        return {"read": self._reads.used(), "write": self._writes.used()}
 
     def close(self, *, cancel: bool = False) -> None:
         """Ends the threads and waits for them. Repeating it does nothing.
