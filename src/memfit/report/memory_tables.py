@@ -20,7 +20,9 @@ def memory_tables(subject: ReportSubject) -> dict[str, Any]:
     Returns:
         "plain": (name, bytes) of plain training; "blocks": rows of `block_rows`; "largest_saved":
         (operation and shape, bytes of one, number of them, line of the program); "holders":
-        (category, name, bytes) at the predicted peak; "untiled": modules whose attention bypasses
+        (category, name, bytes) at the predicted peak; "of_calls": for each call the largest tensor
+        that it saves, as (operation and shape, bytes, line), null where none is among the largest
+        of the model; "untiled": modules whose attention bypasses
         tiled kernels, with what that costs, or None.
     """
     tables = profile_tables(subject.profile, trace_of(subject), subject.plan)
@@ -49,6 +51,7 @@ def profile_tables(profile: Profile, trace: TraceProfile, plan: Plan) -> dict[st
         ],
         "blocks": block_rows(profile, trace, plan),
         "largest_saved": _largest_saved(trace),
+        "of_calls": [_largest_of(call.site, trace) for call in trace.calls],
         "untiled": _untiled(trace),
     }
 
@@ -119,6 +122,15 @@ def _largest_saved(trace: TraceProfile) -> list[list[Any]]:
         head, _, tail = split_number(what)
         rows.setdefault((nbytes, trace.made_at.get(what, ""), head, tail), []).append(what)
     return [[joined_names(names), nbytes, len(names), line] for (nbytes, line, *_), names in rows.items()]
+
+
+def _largest_of(site: str, trace: TraceProfile) -> list[Any] | None:
+    """Returns the largest of the largest saved tensors that a module inside of a call's made."""
+    for what, nbytes in trace.largest_saved:
+        module = what.partition(" in ")[2].partition(":")[0]
+        if module == site or module.startswith(f"{site}."):
+            return [what, nbytes, trace.made_at.get(what, "")]
+    return None
 
 
 def _untiled(trace: TraceProfile) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from memfit.report.page import render_page
 from memfit.report.subject import PlanPoint, ReportSubject
+from unit.profiles import gpt_profile
 from unit.report.subjects import subject_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -105,6 +107,29 @@ def test_keys_move_through_the_actions_and_say_them(tmp_path: Path) -> None:
     assert "compute" in found[4][1]
     assert found[5] == "dark"
     assert re.fullmatch(r"peak[\d.]+ [KMG]iB", found[6])
+
+
+def test_hovering_an_action_names_its_block_its_largest_saved_tensor_and_the_line_that_made_it(tmp_path: Path) -> None:
+    profile = gpt_profile(layers=4)
+    saved = tuple((f"aten.addmm in h.{i}.mlp: (8, {i}) float32", (i + 1) << 20) for i in range(4))
+    traces = {
+        rows: replace(trace, largest_saved=saved, made_at={saved[2][0]: "model.py:7"})
+        for rows, trace in profile.traces.items()
+    }
+    subject = subject_of(profile=replace(profile, traces=traces))
+    actions = [moment.action for moment in subject.predicted.moments]
+    at = actions.index("forward C3 m0")  # of h.2: the embedding is C0
+    said = ask(
+        tmp_path / "page.html",
+        subject,
+        f"""key("memory-chart", "Home");
+        for (let i = 0; i < {at}; i++) key("memory-chart", "ArrowRight");
+        return document.getElementById("tip").innerText;""",
+    )
+    assert (
+        "h.2" in said
+        and "its largest saved tensor: 3.00 MiB, aten.addmm in h.2.mlp: (8, 2) float32, model.py:7" in said
+    )
 
 
 @pytest.mark.skipif(AXE is None, reason="MEMFIT_AXE names no axe.min.js: npm pack axe-core, and unpack it")

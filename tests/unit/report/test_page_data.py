@@ -167,6 +167,25 @@ def test_equal_saved_tensors_of_equal_layers_stand_in_one_row() -> None:
     ]
 
 
+def test_each_call_tells_the_largest_tensor_that_its_own_modules_save() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    told = (
+        ("aten.mul in h.10.act: (9, 9)", 96),  # another layer, whose name begins as that of h.1
+        ("aten.mul in h.1.act: (1, 512)", 64),
+        ("aten.mm in h.1: (2, 2)", 16),
+        ("aten.mm in lm_head: (2, 2)", 8),
+    )
+    traces = {
+        rows: replace(trace, largest_saved=told, made_at={told[1][0]: "app/model.py:7"})
+        for rows, trace in profile.traces.items()
+    }
+    data = page_data(subject_of(profile=replace(profile, traces=traces)))
+    found = dict(zip(data["calls"], data["memory"]["of_calls"], strict=True))
+    assert found.pop("h.1") == ["aten.mul in h.1.act: (1, 512)", 64, "app/model.py:7"]
+    assert found.pop("lm_head") == ["aten.mm in lm_head: (2, 2)", 8, ""]
+    assert set(found.values()) == {None}
+
+
 def test_idle_time_is_from_the_last_use_in_forward_to_the_backward_that_needs_it() -> None:
     subject = subject_of(Plan())
     lifetimes = page_data(subject)["lifetimes"]

@@ -277,6 +277,14 @@ function drawScale(svg, v, x, w, height, axis) {
   }
   svg.append(s("text", { class: "soft", x: MARGIN.left + w, y: bottom, "text-anchor": "end" }, axis));
 }
+// The largest tensor that the calls of an action save, with the line of the program that makes it.
+function largestOf(action) {
+  const found = /\bC(\d+)(?:-(\d+))?/.exec(action);
+  if (!found) return [];
+  const calls = D.memory.of_calls.slice(+found[1], +(found[2] || found[1]) + 1).filter(Boolean);
+  const most = calls.reduce((a, b) => (a && a[1] >= b[1] ? a : b), null);
+  return most ? [`its largest saved tensor: ${bytes(most[1])}, ${most[0]}${most[2] ? `, ${most[2]}` : ""}`] : [];
+}
 function drawCursor(withTip = true) {
   const i = memory.cursor, chart = $("memory-chart");
   chart.setAttribute("aria-valuemax", String(Math.max(0, P.n - 1)));
@@ -294,6 +302,7 @@ function drawCursor(withTip = true) {
   const lines = [`${P.actions[i]}, action ${number} of ${D.predicted.first ? "about " : ""}${P.n * (P.first ? P.first[1] : 1)}${i === P.peak_index ? ": the predicted peak" : ""}`];
   if (hasSeconds) lines.push(`${seconds(P.start[i])} to ${seconds(P.end[i])}: ${seconds(P.end[i] - P.start[i])}`);
   if (same && M.total) lines.push(`measured ${seconds(M.end[i] - M.start[i])}`);
+  lines.push(...largestOf(P.actions[i]));
   chart.setAttribute("aria-valuenow", String(i));
   chart.setAttribute("aria-valuetext", `${inWords(P.actions[i])}: ${bytes(P.peak[i])} at its peak, of it ${rows.slice(0, -2).map((r) => `${r[1]} ${r[2]}`).join(", ")}${hasSeconds ? `; ${seconds(P.end[i] - P.start[i])}` : ""}`);
   if (withTip) showTip(chart, at, 20, inWords(P.actions[i]), lines, rows);
