@@ -302,3 +302,26 @@ def test_the_profile_says_whether_a_plain_step_fits_the_machine(monkeypatch: pyt
     text = run("profile", "the_parts:build", "--hardware", "h200", "--tiers", "device=70MiB", "--largest", "0")
     missing = (plain.predicted_peak_bytes - 70 * MIB) / MIB
     assert f"no, {missing:.1f} MiB more than there is" in text
+
+
+def test_memories_on_the_chip_are_those_of_the_white_papers_and_read_back() -> None:
+    """Per multiprocessor: 64 Ki registers of 4 bytes in each; L1 with shared memory by generation."""
+    for name, (count, shared_kib) in {
+        "a100-40gb": (108, 192), "a100-80gb": (108, 192), "h100-sxm": (132, 256),
+        "rtx-3090": (82, 128), "rtx-4090": (128, 128), "rtx-5090": (170, 128),
+    }.items():  # fmt: skip
+        chip = described(name).on_chip
+        assert chip["registers"] == count * (64 << 10) * 4
+        assert chip["L1 caches and shared memory"] == count * shared_kib << 10
+        assert Hardware.from_json(described(name).to_json()).on_chip == chip
+    assert described("laptop-cpu").on_chip == {} and not described("h200").is_unified
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"on_chip": [1]}, "object of bytes by name"), ({"on_chip": {"L2": -1}}, "whole number of bytes"),
+     ({"on_chip": {"L2\n": 1}}, "on_chip"), ({"is_unified": 1}, "true or false")],
+)  # fmt: skip
+def test_wrong_memories_of_the_chip_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Hardware.from_json(json.dumps({**raw("h200"), **given}))

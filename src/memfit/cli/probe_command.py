@@ -57,5 +57,10 @@ def _print(console: Console, found: Hardware) -> None:
     print_table(console, "Links", ("link", "alone", "both ways at once", "while computing"), links)
     sizes = [(str(tier), format_bytes(spec.nbytes)) for tier, spec in found.tiers.items()]
     print_table(console, "Capacities", ("tier", "bytes"), sizes)
+    chip = [(name, format_bytes(nbytes)) for name, nbytes in found.on_chip.items()]
+    if chip:
+        print_table(console, "On the chip", ("memory", "bytes"), chip)
+    if found.is_unified:
+        console.print("device and host are one memory: a copy between them brings nothing")
     if notes := origin.get("notes"):
         console.print(f"note: {notes}", markup=False, soft_wrap=True)

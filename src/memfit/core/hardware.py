@@ -150,6 +150,10 @@ class Hardware:
             one (`core.rates`).
         network: links between ranks, by the axis that they lie on ("data"): "read" is what a rank
             receives.
+        on_chip: bytes of memories on the chip, in which no plan places anything, by a name for
+            people: caches, registers, shared memory; of the whole chip but where a name says else.
+        is_unified: the accelerator's memory is the host's. Told, not used: plans price copies
+            between them all the same.
         step_spread: share by which nine of ten steps were nearer to their predicted seconds than,
             beside the spreads of rates.
         origin: what was measured, when and with what, where it was: for people, and by which a
@@ -168,6 +172,8 @@ class Hardware:
     datasheet: DataSheet | None = None
     rates: Mapping[WorkKind, Rate] = field(default_factory=dict[WorkKind, Rate])
     network: Mapping[str, Link] = field(default_factory=dict[str, Link])
+    on_chip: Mapping[str, int] = field(default_factory=dict[str, int])
+    is_unified: bool = False
     step_spread: float = STEP_SPREAD
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -226,8 +232,9 @@ class Hardware:
         `x_bytes`, its capacity, and `x`, its link.
         """
         rest = {name: value for name, value in asdict(self).items() if name not in ("tiers", "rates")}
-        if not self.network:
-            del rest["network"]
+        for name in ("network", "on_chip", "is_unified"):
+            if not rest[name]:
+                del rest[name]
         rest["rates"] = {str(kind): rate._asdict() for kind, rate in self.rates.items()}
         for tier, spec in self.tiers.items():
             rest[f"{tier}_bytes"] = spec.nbytes
@@ -265,6 +272,11 @@ class Hardware:
                 values[key] = _sources(f"{key!r} of the hardware file", value)
             elif key == "rates":
                 values[key] = _rates(value)
+            elif key == "on_chip":
+                values[key] = _on_chip(value)
+            elif key == "is_unified":
+                if not isinstance(value, bool):
+                    raise UsageError(f"'is_unified' of the hardware file is true or false, not {value!r:.80}")
             elif key == "network":
                 values[key] = _network(value)
             elif key == "step_spread":
@@ -329,6 +341,17 @@ def _network(given: object) -> dict[str, Link]:
             raise UsageError(f"{what} has the unknown axis {axis!r:.80}; there is {DATA_AXIS!r}")
         found[axis] = _link(f"{axis!r} of {what}", cast("dict[str, Any]", link))
     return found
+
+
+def _on_chip(given: object) -> dict[str, int]:
+    """Reads bytes of memories on the chip."""
+    if not isinstance(given, dict):
+        raise UsageError(f"'on_chip' of the hardware file is an object of bytes by name, not {given!r:.80}")
+    read = cast("dict[str, object]", given)
+    return {
+        _text("a name in 'on_chip'", name): _check_bytes(f"{name:.80} in on_chip", value, may_be_none=False)
+        for name, value in read.items()
+    }
 
 
 def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ what torch has no generic interface for is one small class a backend (`cuda.py`)
 """
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of
+from memfit.devices.chips import is_unified, on_chip_bytes
 from memfit.devices.clocks import clock_of
 
-__all__ = ["Accelerator", "clock_of", "initialized", "is_accelerator", "of"]
+__all__ = ["Accelerator", "clock_of", "initialized", "is_accelerator", "is_unified", "of", "on_chip_bytes"]

@@ -12,6 +12,7 @@ from memfit.host.advice import NOT_MEASURED, SettingChange, advise_changes
 from memfit.host.describe import describe_host
 from memfit.host.measure import Measurements, measure_host
 from memfit.host.others import Others, OthersMeter
+from memfit.host.processor_caches import cache_bytes
 from memfit.host.read import Host, read_host
 from memfit.host.restart import restart_with_settings
 from memfit.host.settings import Setting, choose_settings
@@ -25,6 +26,7 @@ __all__ = [
     "Setting",
     "SettingChange",
     "advise_changes",
+    "cache_bytes",
     "choose_settings",
     "describe_host",
     "measure_host",

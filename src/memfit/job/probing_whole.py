@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import os
 import shutil
 import statistics
 import time
@@ -25,7 +26,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
 from memfit.homes.state_codecs import probe_codecs
-from memfit.host import OthersMeter, read_host
+from memfit.host import OthersMeter, cache_bytes, read_host
 from memfit.job.measuring_rates import measure_rates
 from memfit.job.probing import disk_directory, memory_bytes, probe_copies
 from memfit.job.saved_hardware import disk_name, identity_of
@@ -82,6 +83,8 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
         codec_elements_per_s=rates[WorkKind.ENCODED].per_s,
         tiers={Tier.DEVICE: TierSpec(nbytes=capacity), **tiers},
         rates=rates,
+        on_chip=devices.on_chip_bytes(device) if is_accelerator else cache_bytes(Path("/"), os.sched_getaffinity(0)),
+        is_unified=devices.is_unified(device),
         origin={
             **identity_of(device),
             "measured": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, in {time.perf_counter() - began:.0f} s",
