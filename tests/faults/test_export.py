@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_the_shell_verifies_exports_and_tells_damage(tmp_path: Path) -> None:
     found = run(app, ["export", str(tmp_path / "run"), str(tmp_path / "out")])
     assert found.exit_code == 0, found.output
     assert "optimizer.safetensors" in found.output
+    found = run(app, ["export", str(tmp_path / "run"), str(tmp_path / "again"), "--json"])
+    told = json.loads(found.stdout)
+    written = {path.name: path.stat().st_size for path in (tmp_path / "again").iterdir()}
+    assert "optimizer.safetensors" in told["files"] and told["files"].items() <= written.items()
     with (tmp_path / "run" / "homes-0.bin").open("r+b") as file:
         content = bytearray(file.read())
         for at in range(0, len(content), 512):

@@ -6,6 +6,7 @@ Formats with at most 2^16 codes are looked at code by code, and at and beside ev
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import struct
@@ -615,6 +616,16 @@ def test_the_table_has_every_format() -> None:
     assert row(text, "fp8-e4m3").split()[3] == "448" and row(text, "fp8-e4m3").split()[-2:] == ["NaN", "largest"]
     assert row(text, "sm8").split()[2:7] == ["-127", "127", "1", "0.5", "2"]
     assert row(text, "nf4").split()[1:5] == ["4", "4.5", "64", "16"]
+
+
+def test_json_has_the_figures_of_the_tables() -> None:
+    tables = json.loads(run("--json"))
+    names = [row["format"] for table in tables for row in table["rows"]]
+    assert sorted(names) == sorted(FORMATS)
+    text, (table,) = run("bf16", "3.14159"), json.loads(run("bf16", "3.14159", "--json"))
+    found = {row["what"]: row["is"] for row in table["rows"]}
+    assert found["code"] == "0x4049" and found["comes back"] == "3.140625"
+    assert all(what in text and value in text for what, value in found.items())
 
 
 def test_a_value_is_shown_bit_by_bit_with_its_error_beside_the_bound() -> None:

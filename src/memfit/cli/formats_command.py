@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 import math
 from collections.abc import Sequence
 from decimal import Decimal, Inexact, localcontext
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from memfit.cli.output import open_console, print_table
+from memfit.cli.output import TableList, open_console, print_table
 from memfit.core.errors import UsageError
 from memfit.formats import (
     FORMATS,
@@ -49,6 +50,7 @@ def formats(
     bits: Annotated[str | None, typer.Option(help="A code to decode: 0x4049, 0b..., or all its binary digits.")] = None,
     rounding: Annotated[str, typer.Option(help="nearest-even, toward-zero or stochastic.")] = NEAREST_EVEN.name,
     seed: Annotated[int, typer.Option(help="For stochastic rounding.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables: figures as texts.")] = False,
 ) -> None:
     """Shows size, range, special values and rounding error of number formats.
 
@@ -59,7 +61,13 @@ def formats(
         raise UsageError("bits mean nothing without a format: memfit formats bf16 --bits 0x4049")
     if bits is not None and values:
         raise UsageError("give values to encode or --bits to decode, not both")
-    console = open_console()
+    console = TableList() if json else open_console()
+    _show(console, name, values, bits, rule)
+    if isinstance(console, TableList):
+        typer.echo(json_module.dumps(console.tables, indent=1))
+
+
+def _show(console: Console, name: str | None, values: list[str] | None, bits: str | None, rule: Rounding) -> None:
     if name is None:
         _print_all(console, list(FORMATS.values()))
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,24 @@ from memfit.report.written import write_report
 
 # Where there is no terminal (a file, a pipe) nothing is cut at 80 characters.
 _WIDTH_ELSEWHERE = 160
+
+
+class TableList(Console):
+    """A console that shows nothing and keeps the tables it is given, for `--json`.
+
+    Attributes:
+        tables: of each its title and its rows, by the names of their columns ("note" of one without
+            a name).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(file=StringIO())
+        self.tables: list[dict[str, Any]] = []
+
+    def take(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Keeps a table."""
+        names = [column or "note" for column in columns]
+        self.tables.append({"title": title, "rows": [dict(zip(names, row, strict=True)) for row in rows]})
 
 
 def open_console(*, on_errors: bool = False) -> Console:
@@ -31,6 +50,9 @@ def print_table(
     """Prints a table; the first column and those in `left` are text, the others numbers, aligned
     right.
     """
+    if isinstance(console, TableList):
+        console.take(title, columns, rows)
+        return
     table = Table(header_style="", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         is_text = index == 0 or column in left
