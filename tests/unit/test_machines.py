@@ -325,3 +325,8 @@ def test_memories_on_the_chip_are_those_of_the_white_papers_and_read_back() -> N
 def test_wrong_memories_of_the_chip_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Hardware.from_json(json.dumps({**raw("h200"), **given}))
+
+
+def test_a_tiers_field_that_is_written_wrongly_gets_the_right_name() -> None:
+    with pytest.raises(UsageError, match="unknown field 'disk_byts': did you mean 'disk_bytes'"):
+        Hardware.from_json(json.dumps({**raw("h200"), "disk_byts": 5}))

@@ -261,7 +261,8 @@ class Hardware:
         tiers = {name.removesuffix("_bytes") for name in raw if name.endswith("_bytes")} | {"device", "disk"}
         own = {name for tier in tiers for name in (tier if tier != "device" else "", f"{tier}_bytes")}
         _check_tiers(raw, own)
-        values = _fields(cls, "the hardware file", {k: v for k, v in raw.items() if k != "format" and k not in own})
+        given = {k: v for k, v in raw.items() if k != "format" and k not in own}
+        values = _fields(cls, "the hardware file", given, beside=own - {""})
         for key, value in values.items():
             if key == "device":
                 if not isinstance(value, str) or not value or len(value) > _LONGEST_NAME or not value.isprintable():
@@ -354,15 +355,16 @@ def _on_chip(given: object) -> dict[str, int]:
     }
 
 
-def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(kind: type, what: str, raw: Mapping[str, Any], beside: Collection[str] = ()) -> dict[str, Any]:
     """Reads the fields of a dataclass by name, and checks that none is unknown and none without a
-    default is missing.
+    default is missing; `beside` has the names that are read elsewhere.
     """
     known = {one.name: one for one in fields(kind) if one.name != "tiers"}
     if unknown := sorted(set(raw) - set(known)):
-        near = difflib.get_close_matches(unknown[0], list(known), n=1)
+        every = sorted({*known, *beside})
+        near = difflib.get_close_matches(unknown[0], every, n=1)
         guess = f": did you mean {near[0]!r}?" if near else ";"
-        raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}{guess} it has {sorted(known)}")
+        raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}{guess} it has {every}")
     needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in raw]:
         raise UsageError(f"{what} has no {missing[0]!r}")
