@@ -58,7 +58,7 @@ class Hand:
 @pytest.fixture(name="handle")
 def make_handle(tmp_path: Path) -> Iterator[FileHandle]:
     handle = open_file(tmp_path / "file", create=True)
-    handle.allocate(0, MIB)
+    handle.allocate(0, 2 * MIB)
     yield handle
     handle.close()
 
@@ -66,30 +66,31 @@ def make_handle(tmp_path: Path) -> Iterator[FileHandle]:
 def test_a_direction_is_busy_while_a_piece_is_under_way_and_not_while_its_queue_is_empty(
     monkeypatch: pytest.MonkeyPatch, handle: FileHandle
 ) -> None:
-    hand, memory = Hand(monkeypatch), aligned_memory(256 * KIB)
-    with DiskIO(read_threads=1, write_threads=1, piece_bytes=64 * KIB, staging_bytes=16 * KIB) as io:
+    hand, memory = Hand(monkeypatch), aligned_memory(MIB)
+    with DiskIO(read_threads=1, write_threads=1, piece_bytes=256 * KIB, staging_bytes=16 * KIB) as io:
         io.read(handle, 0, memory).wait()
         hand.now_s += 1000.0  # nothing is asked for
-        io.read(handle, 0, memory, 64 * KIB).wait()
-        io.write(handle, 0, memory, 128 * KIB).wait()
+        io.read(handle, 0, memory, 64 * KIB).wait()  # too small to say anything of a byte
+        io.read(handle, 0, memory, 256 * KIB).wait()
+        io.write(handle, 0, memory, 512 * KIB).wait()
         used = io.used()
-    assert used["read"] == LinkTraffic(nbytes=5 * 64 * KIB, seconds=5 * 2.0)
-    assert used["write"] == LinkTraffic(nbytes=2 * 64 * KIB, seconds=2 * 2.0)
+    assert used["read"] == LinkTraffic(nbytes=5 * 256 * KIB, seconds=5 * 2.0)
+    assert used["write"] == LinkTraffic(nbytes=2 * 256 * KIB, seconds=2 * 2.0)
 
 
 def test_pieces_of_several_threads_that_go_at_once_are_counted_once(
     monkeypatch: pytest.MonkeyPatch, handle: FileHandle
 ) -> None:
     Hand(monkeypatch, meet=2)
-    memory = aligned_memory(256 * KIB)
-    with DiskIO(read_threads=2, write_threads=1, piece_bytes=64 * KIB, staging_bytes=16 * KIB) as io:
+    memory = aligned_memory(MIB)
+    with DiskIO(read_threads=2, write_threads=1, piece_bytes=256 * KIB, staging_bytes=16 * KIB) as io:
         io.read(handle, 0, memory).wait()
-        assert io.used()["read"] == LinkTraffic(nbytes=256 * KIB, seconds=2 * 2.0)
+        assert io.used()["read"] == LinkTraffic(nbytes=MIB, seconds=2 * 2.0)
 
 
 def test_a_transfer_that_fails_leaves_the_meter_right(monkeypatch: pytest.MonkeyPatch, handle: FileHandle) -> None:
-    hand, memory = Hand(monkeypatch), aligned_memory(64 * KIB)
-    with DiskIO(read_threads=1, write_threads=1, piece_bytes=64 * KIB, staging_bytes=16 * KIB) as io:
+    hand, memory = Hand(monkeypatch), aligned_memory(256 * KIB)
+    with DiskIO(read_threads=1, write_threads=1, piece_bytes=256 * KIB, staging_bytes=16 * KIB) as io:
 
         def failing(*_: Any, **__: Any) -> None:
             hand.now_s += 3.0
@@ -102,7 +103,7 @@ def test_a_transfer_that_fails_leaves_the_meter_right(monkeypatch: pytest.Monkey
         monkeypatch.setattr(channel, "move", hand.move)
         hand.now_s += 1000.0
         io.read(handle, 0, memory).wait()
-        assert io.used()["read"] == LinkTraffic(nbytes=64 * KIB, seconds=3.0 + 2.0)
+        assert io.used()["read"] == LinkTraffic(nbytes=256 * KIB, seconds=3.0 + 2.0)
 
 
 def test_of_several_steps_the_one_counts_in_which_a_byte_took_least() -> None:

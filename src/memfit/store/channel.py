@@ -13,7 +13,8 @@ the queue when the last of them has ended. Transfers only ever wait for older on
 A direction is busy while at least one piece is under way: from the first that a thread takes to the
 end of the last, however many threads share them. Its bytes by those seconds are its speed in use,
 as prediction prices it; the other direction and all else that slowed it are in it, and a queue that
-was empty is not.
+was empty is not. Transfers of less than `METERED_BYTES` are not counted: they say more of what a
+transfer costs than of its bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, aligned_memory
 from memfit.store.os_errors import explain, store_error
 from memfit.store.transfer import ShortReadError, move
+
+METERED_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
@@ -68,7 +71,9 @@ class Channel:
         self._is_cancelling = False
         self._pid = os.getpid()
         self._traffic: dict[str, ChannelTraffic] = {}
-        # Under the lock: pieces under way, since when there are any, and seconds that are over.
+        # Under the lock, of metered transfers: bytes that went, pieces under way, since when there
+        # are any, and seconds that are over.
+        self._metered_bytes = 0
         self._under_way = 0
         self._busy_since_s = 0.0
         self._busy_s = 0.0
@@ -169,13 +174,12 @@ class Channel:
             }
 
     def used(self) -> LinkTraffic:
-        """Bytes that went so far, and the seconds that it was busy; see [Note: what a direction
-        takes].
+        """Bytes of metered transfers that went so far, and the seconds that it was busy with them;
+        see [Note: what a direction takes].
         """
         with self._condition:
             open_s = time.perf_counter() - self._busy_since_s if self._under_way else 0.0
-            moved = sum(found.moved_bytes for found in self._traffic.values())
-            return LinkTraffic(nbytes=moved, seconds=self._busy_s + open_s)
+            return LinkTraffic(nbytes=self._metered_bytes, seconds=self._busy_s + open_s)
 
     # ---- the life of a transfer
 
@@ -239,9 +243,10 @@ class Channel:
                     end = (transfer.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
                     transfer.cursor = min(transfer.nbytes, end - transfer.offset)
                     transfer.in_flight += 1
-                    if not self._under_way:
-                        self._busy_since_s = time.perf_counter()
-                    self._under_way += 1
+                    if transfer.nbytes >= METERED_BYTES:
+                        if not self._under_way:
+                            self._busy_since_s = time.perf_counter()
+                        self._under_way += 1
                     if transfer.cursor == transfer.nbytes:
                         queue.popleft()
                     return transfer, start, transfer.cursor - start
@@ -287,9 +292,11 @@ class Channel:
             else:
                 transfer.fail(failure)
             transfer.in_flight -= 1
-            self._under_way -= 1
-            if not self._under_way:
-                self._busy_s += time.perf_counter() - self._busy_since_s
+            if transfer.nbytes >= METERED_BYTES:
+                self._metered_bytes += nbytes if failure is None else 0
+                self._under_way -= 1
+                if not self._under_way:
+                    self._busy_s += time.perf_counter() - self._busy_since_s
             is_over = self._is_over(transfer)
         if is_over:
             transfer.finish()
