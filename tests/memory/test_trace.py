@@ -539,6 +539,7 @@ def test_programs_that_read_a_number_are_traced_without_data_and_the_profile_say
     assert found.source == "fake"
     assert "was guessed" in found.source_reason
     assert "_local_scalar_dense" in found.source_reason
+    assert "(test_trace.py, line " in found.source_reason and "out.mean().item() < 1e9" in found.source_reason
     assert list(found.traces) == [2, 6]
 
 

@@ -210,7 +210,7 @@ def _trace_sizes(
             ) from error
         if (name := weight_without_bytes(setting)) is not None:
             raise AwayError(
-                f"the step cannot be traced without data: {reason}{_place_in_users_code(error)}. It cannot run on data "
+                f"the step cannot be traced without data: {reason}. It cannot run on data "
                 f"either: {name!r} has no bytes (it is away, or the model was built empty). See that the batch has the "
                 "shapes and dtypes that the loss takes; read no numbers where memfit.is_tracing() says so; or give "
                 "the model its weights (with job.weights(): ...)"
@@ -368,7 +368,8 @@ def _is_of_users(file: str) -> bool:
 def _why_fake_failed(error: Exception) -> str:
     operation = getattr(error, "func", None)
     told = f"{operation} needs values that a fake tensor does not have" if operation is not None else str(error)
-    return told.strip().splitlines()[0] if told.strip() else type(error).__name__
+    said = told.strip().splitlines()[0].rstrip(".") if told.strip() else type(error).__name__
+    return f"{said}{_place_in_users_code(error)}"
 
 
 def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: bool = True) -> Traced:
