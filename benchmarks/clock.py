@@ -1,6 +1,6 @@
 """Predicted and measured seconds of steps: models and plans from a seeded generator, raw and calibrated.
 
-    memfit probe && .venv/bin/python benchmarks/clock.py               # 18 cases, half a minute each
+    .venv/bin/python benchmarks/clock.py --probe --seed 1 7 --out benchmarks/results/clock.json   # 36 cases and the probe: a quarter of an hour
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
 
 Each case is a process of its own: a given plan, random weights and data, ten steps. Measured are seconds of the processor where a step computes
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -57,7 +58,10 @@ GAP = 1.05  # pairs of plans that are further apart than this count for the orde
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--probe", action="store_true", help="measure this machine first, with as many threads as OMP_NUM_THREADS says"
+    )
     parser.add_argument("--count", type=int, default=18)
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="CASE", help="of the drawn cases those with these numbers"
@@ -75,32 +79,46 @@ def main() -> None:
         except UnsupportedError as error:  # a model that cannot compute in bf16, by its own code
             print(json.dumps({"refused": str(error)}))
         return
-    rng = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="memfit-clock-", dir=arguments.directory) as directory:
+        if arguments.probe:
+            if arguments.hardware:
+                raise SystemExit(
+                    "--probe measures the machine, and --hardware names a description of it: leave one out"
+                )
+            arguments.hardware = Path(directory) / "machine.json"
+            probe = [sys.executable, "-m", "memfit.cli", "probe", "--out", arguments.hardware, "--directory", directory]
+            subprocess.run(probe, check=True, stdout=sys.stderr)
+        runs = {f"seed {seed}": _measured(arguments, seed, directory) for seed in arguments.seed}
+    for name, found in runs.items():
+        print(f"{name}\n{_table(found)}\n{_summary(found)}\n")
+    if arguments.out is not None:
+        whole = {name: {"machine": common.machine(), "cases": found} for name, found in runs.items()}
+        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _measured(arguments: argparse.Namespace, seed: int, directory: str) -> list[dict[str, Any]]:
+    """The cases of a seed, each in a process of its own, with what was measured."""
+    rng = random.Random(seed)
     cases = [draw_case(rng, index) for index in range(arguments.count)]
     cases = [case for index, case in enumerate(cases) if arguments.only is None or index in arguments.only]
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="memfit-clock-", dir=arguments.directory) as directory:
-        for case in cases:
-            command = [sys.executable, __file__, "--worker", json.dumps(case), "--directory", directory]
-            command += ["--hardware", str(arguments.hardware)] if arguments.hardware else []
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
-            measured = json.loads(done.stdout.splitlines()[-1])
-            if "refused" in measured:
-                print(
-                    f"{case['name']} is not measured, memfit refuses it: {measured['refused']}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                continue
-            found.append({**case, **measured})
-            _note_load(found)
-            print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(_table(found))
-    print(_summary(found))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"machine": common.machine(), "cases": found}, indent=1) + "\n")
+    # Raw is what the probe measured, without what runs have taught since.
+    environment = {**os.environ, "MEMFIT_CORRECTIONS": "off"}
+    for case in cases:
+        command = [sys.executable, __file__, "--worker", json.dumps(case), "--directory", directory]
+        command += ["--hardware", str(arguments.hardware)] if arguments.hardware else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
+        measured = json.loads(done.stdout.splitlines()[-1])
+        if "refused" in measured:
+            said = f"{case['name']} is not measured, memfit refuses it: {measured['refused']}"
+            print(said, file=sys.stderr, flush=True)
+            continue
+        found.append({**case, **measured})
+        _note_load(found)
+        print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    return found
 
 
 def draw_case(rng: random.Random, index: int) -> dict[str, Any]:
