@@ -211,7 +211,7 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     from memfit.core.machines import read_hardware
     from memfit.core.work_kinds import PRODUCT_KINDS
     from memfit.job import measured_steps
-    from memfit.job.comparing import fastest_traffic
+    from memfit.job.comparing import median_traffic
     from memfit.job.saved_hardware import load_saved
     from memfit.prediction import predict
     from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
@@ -249,7 +249,7 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     recorded = min(timelines, key=lambda timeline: timeline.moments[-1].end_s)
     moved = {lane: [one.traffic[lane] for one in timelines] for lane in recorded.traffic}
     recorded = replace(
-        recorded, beside_s=statistics.median(one.beside_s for one in timelines), traffic=fastest_traffic(moved)
+        recorded, beside_s=statistics.median(one.beside_s for one in timelines), traffic=median_traffic(moved)
     )
     best = fit_factors(step, recorded, machine)
     again = predict(step, calibrated(machine, best))

@@ -22,7 +22,7 @@ from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
 from memfit.job import comparing, saved_hardware
-from memfit.job.comparing import fastest_traffic
+from memfit.job.comparing import median_traffic
 from memfit.job.corrections import correction_path, load_correction
 from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, fit_links, group_seconds, link_traffic
 from memfit.prediction.predict import predict
@@ -106,9 +106,14 @@ def test_a_transfer_that_fails_leaves_the_meter_right(monkeypatch: pytest.Monkey
         assert io.used()["read"] == LinkTraffic(nbytes=256 * KIB, seconds=3.0 + 2.0)
 
 
-def test_of_several_steps_the_one_counts_in_which_a_byte_took_least() -> None:
-    steps = [LinkTraffic(nbytes=10, seconds=5.0), LinkTraffic(nbytes=40, seconds=8.0), LinkTraffic()]
-    assert fastest_traffic({"disk read": steps, "disk write": [LinkTraffic()]}) == {"disk read": steps[1]}
+def test_of_several_steps_the_one_in_the_middle_counts_by_its_seconds_a_byte() -> None:
+    steps = [
+        LinkTraffic(nbytes=10, seconds=5.0),
+        LinkTraffic(nbytes=40, seconds=8.0),
+        LinkTraffic(),
+        LinkTraffic(nbytes=1000, seconds=1.0),  # buffered by the drive
+    ]
+    assert median_traffic({"disk read": steps, "disk write": [LinkTraffic()]}) == {"disk read": steps[1]}
 
 
 # --- factors of links ---------------------------------------------------------------------------------------------------------------
@@ -194,8 +199,8 @@ def save_machine(directory: Path) -> tuple[Hardware, Path]:
 
 def run(directory: Path, monkeypatch: pytest.MonkeyPatch, taken: list[dict[str, LinkTraffic]]) -> Any:
     monkeypatch.setattr(comparing, "_BUSY_MACHINE", float("inf"))
-    real = comparing.fastest_traffic
-    monkeypatch.setattr(comparing, "fastest_traffic", lambda found: taken.append(real(found)) or taken[-1])
+    real = comparing.median_traffic
+    monkeypatch.setattr(comparing, "median_traffic", lambda found: taken.append(real(found)) or taken[-1])
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(6)))
     on_disk = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)

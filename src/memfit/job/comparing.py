@@ -9,10 +9,11 @@ What the main thread computes, in seconds that it was on a processor: those do n
 others kept it waiting, which is told apart. The fastest of the first steps behind the second
 counts, since other work can only slow one down: whole, since the least of each action adds up to
 5 % less than any step takes. Updates beside backward are another thread's: the median of its
-seconds in a step. Of each direction of the disk the step counts in which a byte took least
-([Note: what links took] in `prediction.calibration`). Left out: actions that end in another thread
-than they began in. Stalls are compared by cause, by the clock. Only steps of a processor say what
-is learnt: an accelerator's actions end before their work does.
+seconds in a step. Of each direction of the disk the step in the middle counts, by seconds a byte
+([Note: what links took] in `prediction.calibration`): a drive that buffers has steps that are much
+too fast. Left out: actions that end in another thread than they began in. Stalls are compared by
+cause, by the clock. Only steps of a processor say what is learnt: an accelerator's actions end
+before their work does.
 """
 
 from __future__ import annotations
@@ -211,14 +212,18 @@ class ComparedSteps:
             stalls_s=dict(self._stalls_s),
             # A step's last update may end in the next one.
             beside_s=statistics.median(self._beside_s),
-            traffic=fastest_traffic(self._traffic),
+            traffic=median_traffic(self._traffic),
         )
 
 
-def fastest_traffic(found: Mapping[str, Sequence[LinkTraffic]]) -> dict[str, LinkTraffic]:
-    """Returns by lane what the step took in which a byte took least: others only slow one down."""
+def median_traffic(found: Mapping[str, Sequence[LinkTraffic]]) -> dict[str, LinkTraffic]:
+    """Returns by lane what the step in the middle took, by its seconds a byte."""
     moved = {lane: [one for one in every if one.nbytes] for lane, every in found.items()}
-    return {lane: min(every, key=lambda one: one.seconds / one.nbytes) for lane, every in moved.items() if every}
+    return {
+        lane: sorted(every, key=lambda one: one.seconds / one.nbytes)[len(every) // 2]
+        for lane, every in moved.items()
+        if every
+    }
 
 
 def _busy(moment: Moment) -> float:
