@@ -366,17 +366,19 @@ def test_published_models_train_alike_from_disk(build: Callable[[], Any]) -> Non
     probe = Run.new(build)
     with memfit.fit(probe.model, probe.optimizer, lambda m, b: m(**b).loss, inputs(0), lines=True) as job:
         spanning = {block.name for block in job.profile.blocks if block.is_spanning}
-        homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
-        plan = Plan(
-            blocks={name: homes for name in job.block_names if name not in spanning}, update=UpdateTime.AFTER_BACKWARD
-        )
-    ours, departures = under(loop, plan, build, lambda m, b: m(**b).loss, inputs(0))
-    check_equal(ours, plain(loop, build))
-    assert departures == ()
+        names = [name for name in job.block_names if name not in spanning]
+    theirs = plain(loop, build)
+    for gradients in (Tier.DISK, Tier.DEVICE):
+        homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=gradients)
+        plan = Plan(blocks=dict.fromkeys(names, homes), update=UpdateTime.AFTER_BACKWARD)
+        ours, departures = under(loop, plan, build, lambda m, b: m(**b).loss, inputs(0))
+        check_equal(ours, theirs)
+        assert departures == (), gradients
 
 
-@pytest.mark.parametrize("name", ["plain", "scaled", "scaled and without states"])
-def test_accelerates_loop_runs_unchanged(name: str) -> None:
+@pytest.mark.parametrize("name", ["plain", "bf16", "scaled", "scaled and without states"])
+@pytest.mark.parametrize("plan", ["gradients on the device", "gradients on disk"])
+def test_accelerates_loop_runs_unchanged(plan: str, name: str) -> None:
     """Scaled: with the `GradScaler` of mixed_precision="fp16", for which Accelerate keeps the optimizer's step from before `fit`."""
     accelerate = pytest.importorskip("accelerate")
 
@@ -395,7 +397,7 @@ def test_accelerates_loop_runs_unchanged(name: str) -> None:
                 # Dynamic padding: no two batches of a window are as long.
                 loss = loss_of(model, batch(index, length=5 - index % 3))
                 # One step whose gradients overflow, and which the scaler passes over.
-                accelerator.backward(loss * float("inf") if name != "plain" and index == 3 else loss)
+                accelerator.backward(loss * float("inf") if "scaled" in name and index == 3 else loss)
                 if accelerator.sync_gradients:
                     log.append(repr(accelerator.clip_grad_norm_(model.parameters(), 0.5).item()))
                 optimizer.step()
@@ -404,8 +406,11 @@ def test_accelerates_loop_runs_unchanged(name: str) -> None:
             log.append((loss.item(), optimizer.step_was_skipped))
 
     def prepared(run: Run) -> Any:
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        if name != "plain":
+        # The state of the process is Accelerate's own, and another test may have left one.
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        precision = "bf16" if name == "bf16" else "no"
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+        if "scaled" in name:
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         return accelerator, accelerator.prepare(run.model, run.optimizer, run.scheduler)
 
@@ -413,11 +418,10 @@ def test_accelerates_loop_runs_unchanged(name: str) -> None:
     accelerator, (model, optimizer, scheduler) = prepared(theirs)
     torch.manual_seed(5)
     train(model, optimizer, scheduler, accelerator, theirs.log)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
     ours = run_of()
     accelerator, (model, optimizer, scheduler) = prepared(ours)
-    with memfit.fit(model, ours.optimizer, loss_of, batch(0), plan=PLANS["gradients on disk"], lines=True) as job:
+    with memfit.fit(model, ours.optimizer, loss_of, batch(0), plan=PLANS[plan], lines=True) as job:
         torch.manual_seed(5)
         with job.lines():
             train(model, optimizer, scheduler, accelerator, ours.log)

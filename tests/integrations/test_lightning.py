@@ -22,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH, ROWS = 16, 4
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
 PLAN = Plan(blocks={f"model.{index}": DISK for index in range(3)}, update=UpdateTime.AFTER_BACKWARD)
+ON_DEVICE = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+GRADIENTS_ON_DEVICE = Plan(blocks={f"model.{i}": ON_DEVICE for i in range(3)}, update=UpdateTime.AFTER_BACKWARD)
 
 
 class Layer(nn.Module):
@@ -127,6 +129,7 @@ def check_equal(ours: Any, theirs: Any) -> None:
 def test_a_trainer_is_bitwise_itself_with_every_hook_in_its_place(given: dict[str, Any], tmp_path: Path) -> None:
     theirs = train(tmp_path / "plain", ours=False, **given)
     check_equal(train(tmp_path / "ours", ours=True, **given), theirs)
+    check_equal(train(tmp_path / "device", ours=True, plan=GRADIENTS_ON_DEVICE, **given), theirs)
 
 
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:

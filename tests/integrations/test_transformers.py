@@ -50,6 +50,7 @@ def homes(names: list[str], home: BlockPlan = ON_DISK) -> Plan:
 
 
 LAYERS = [f"model.layers.{index}" for index in range(2)]
+GRADIENTS_ON_DEVICE = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -137,7 +138,7 @@ def check_equal(ours: Any, theirs: Any) -> None:
     [
         (None, {}),
         (homes(LAYERS), {}),
-        (homes(LAYERS, BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)), {}),
+        (homes(LAYERS, GRADIENTS_ON_DEVICE), {}),
         (homes(LAYERS), {"bf16": True}),
         (homes(LAYERS), {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}),
         (homes(LAYERS), {"label_smoothing_factor": 0.1}),
@@ -169,6 +170,20 @@ def test_collected_windows_are_bitwise_themselves_and_bring_weights_once(tmp_pat
     check_equal(ours, theirs)
     resume = str(tmp_path / "ours" / "checkpoint-2")
     check_equal(train(MemfitTrainer, tmp_path / "then", undropped, plan=plan, mode="collected", resume=resume), theirs)
+
+
+@pytest.mark.parametrize("plan", [None, homes(LAYERS)], ids=["resident", "disk"])
+@pytest.mark.parametrize(
+    "given",
+    [{"bf16": True}, {"label_smoothing_factor": 0.1}, {"gradient_accumulation_steps": 1}],
+    ids=["bf16", "label smoothing", "one batch"],
+)
+def test_collected_windows_of_other_settings(given: dict[str, Any], plan: Plan | None, tmp_path: Path) -> None:
+    given = {"save_strategy": "no", **given}
+    parts = given.get("gradient_accumulation_steps", 2)
+    wishes = {"mode": "collected", "plan": plan and replace(plan, microbatches=parts)}
+    ours = train(MemfitTrainer, tmp_path, undropped, **wishes, **given)
+    check_equal(ours, train(Trainer, tmp_path, undropped, **given))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
@@ -206,8 +221,10 @@ def test_short_last_windows_and_batches_are_served(tmp_path: Path) -> None:
     names = [f"bert.encoder.layer.{index}" for index in range(2)]
     given: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "no"}
     rows = Rows(9, is_class=True)
-    ours = train(MemfitTrainer, tmp_path, bert, rows, homes(names), **given)
-    check_equal(ours, train(Trainer, tmp_path, bert, rows, **given))
+    theirs = train(Trainer, tmp_path, bert, rows, **given)
+    for home in (ON_DISK, GRADIENTS_ON_DEVICE):
+        ours = train(MemfitTrainer, tmp_path, bert, rows, homes(names, home), **given)
+        check_equal(ours, theirs)
     assert len([entry for entry in told(ours) if "loss" in entry]) == 6
 
 
@@ -301,7 +318,6 @@ def test_a_second_train_goes_on_from_the_first(tmp_path: Path) -> None:
     check_equal(ours, theirs)
 
 
-@pytest.mark.slow
 def test_generation_while_a_translation_model_is_evaluated(tmp_path: Path) -> None:
     class Ours(MemfitMixin, Seq2SeqTrainer):
         pass
@@ -318,12 +334,13 @@ def test_generation_while_a_translation_model_is_evaluated(tmp_path: Path) -> No
         "arguments_of": Seq2SeqTrainingArguments, "predict_with_generate": True, "generation_max_length": 6, "save_strategy": "no"
     }  # fmt: skip
     theirs = train(Seq2SeqTrainer, tmp_path, t5, **given)
-    ours = train(Ours, tmp_path, t5, plan=homes(names), **given)
-    assert (ours.predict(Rows(4)).predictions == theirs.predict(Rows(4)).predictions).all()
-    check_equal(ours, theirs)
+    generated = theirs.predict(Rows(4)).predictions
+    for home in (ON_DISK, GRADIENTS_ON_DEVICE):
+        ours = train(Ours, tmp_path, t5, plan=homes(names, home), **given)
+        assert (ours.predict(Rows(4)).predictions == generated).all()
+        check_equal(ours, theirs)
 
 
-@pytest.mark.slow
 def test_a_model_that_is_never_whole_trains_and_resumes(tmp_path: Path) -> None:
     theirs = train(Trainer, tmp_path / "plain")
     plan = homes(LAYERS)

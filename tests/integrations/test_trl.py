@@ -27,7 +27,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+GRADIENT_HOMES = (Tier.DISK, Tier.DEVICE)
 NOT_TOLD = ("runtime", "per_second", "flos")
 
 
@@ -67,7 +67,9 @@ CASES: dict[str, tuple[str, Any, Any, bool]] = {
 }
 
 
-def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[list[Any], list[torch.Tensor]]:
+def train(
+    name: str, directory: Path, *, ours: bool, gradients: Tier = Tier.DISK, **changed: Any
+) -> tuple[list[Any], list[torch.Tensor]]:
     kind, model, data, is_adapted = CASES[name]
     host, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     given = {
@@ -75,10 +77,11 @@ def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[li
         "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
     }  # fmt: skip
+    home = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=gradients)
     options: dict[str, Any] = {"peft_config": adapter()} if is_adapted else {}
     if ours:
         prefix = "base_model.model." if is_adapted else ""
-        plan = Plan(blocks={f"{prefix}model.layers.{i}": DISK for i in range(2)}, update=UpdateTime.AFTER_BACKWARD)
+        plan = Plan(blocks={f"{prefix}model.layers.{i}": home for i in range(2)}, update=UpdateTime.AFTER_BACKWARD)
         options["memfit"] = {"plan": plan}
         host = type("Ours", (MemfitMixin, host), {})
     torch.manual_seed(0)
@@ -87,7 +90,7 @@ def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[li
     if kind == "DPO" and not is_adapted:
         options["ref_model"] = model(LlamaConfig(**MODEL))
         if ours:
-            layers = {f"{part}model.layers.{i}": DISK for part in ("", "reference.") for i in range(2)}
+            layers = {f"{part}model.layers.{i}": home for part in ("", "reference.") for i in range(2)}
             options["memfit"] = {"plan": Plan(blocks=layers, update=UpdateTime.AFTER_BACKWARD)}
     trainer: Any = host(
         model=model(LlamaConfig(**MODEL, **more)), args=config(**(given | changed)), train_dataset=rows,
@@ -107,11 +110,13 @@ def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[li
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_trainer_of_trl_is_bitwise_itself(name: str, tmp_path: Path) -> None:
-    log, weights = train(name, tmp_path, ours=True)
+    """With gradients on disk, and on the device."""
     expected_log, expected = train(name, tmp_path, ours=False)
-    assert log == expected_log
-    assert len(log[0]) > 5  # what TRL itself counts is there
-    assert all(map(torch.equal, weights, expected))
+    for gradients in GRADIENT_HOMES:
+        log, weights = train(name, tmp_path, ours=True, gradients=gradients)
+        assert log == expected_log, gradients
+        assert len(log[0]) > 5  # what TRL itself counts is there
+        assert all(map(torch.equal, weights, expected)), gradients
     if name == "DPO with a reference":
         saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
         assert all(map(torch.equal, saved.parameters(), expected))
