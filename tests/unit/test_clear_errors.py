@@ -16,6 +16,8 @@ from memfit.cli.source import find_function
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.machines import read_hardware
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import GIB
 
 H200 = read_hardware("h200")
@@ -131,3 +133,16 @@ class _Work(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.work(x)
+
+
+def test_a_state_dict_of_weights_that_are_away_says_what_saves_and_averages_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = Plan(blocks={"0": BlockPlan(weight_home=Tier.DISK)})
+    with memfit.fit(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).sum(), torch.ones(2, 4), plan=plan
+    ):
+        with pytest.raises(AwayError, match=r"job\.save\(directory\).*MemfitEma"):
+            model.state_dict()
+        with pytest.raises(AwayError) as caught:
+            model[0].weight.sum()
+    assert "MemfitEma" not in str(caught.value)

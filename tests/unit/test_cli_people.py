@@ -214,3 +214,15 @@ def test_a_stream_of_images_goes_on_where_it_was() -> None:
         assert all(torch.equal(batch[key], value) for key, value in next(resumed).items())
     with pytest.raises(ValueError, match="another seed"):
         ImageStream(DrawnImages((1, 4, 4), 3, count=7), batch_size=2, seed=6).load_state_dict(position)
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "train", "verify", "export", "report"])
+def test_a_commands_help_breaks_no_line_before_it_is_full(name: str) -> None:
+    """Line ends of the source, 100 columns wide, would leave a terminal's line with a word or two."""
+    shown = run(name, "--help").split("\u256d", 1)[0].splitlines()
+    prose = [line.strip() for line in shown if line.strip() and "Usage:" not in line]
+    width = max(map(len, prose))
+    assert width > 60  # a terminal of 80 columns, with its margins
+    for index in range(len(prose) - 1):
+        if not prose[index].endswith("."):
+            assert len(prose[index]) + 1 + len(prose[index + 1].split()[0]) > width - 4, prose[index]

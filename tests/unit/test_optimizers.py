@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import memfit
 from memfit.allocator import install
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind, shadow
@@ -965,3 +966,16 @@ def test_torchs_choice_of_kernels_is_asked_once_for_each_kind_of_parameter(monke
     ]
     assert max(map(len, asked)) <= 3
     assert [group["foreach"] for group in found] == [None, False]
+
+
+@pytest.mark.parametrize("is_held_in_a_list", [False, True])
+def test_an_optimizer_around_another_is_refused_with_the_place_of_the_inner_one(*, is_held_in_a_list: bool) -> None:
+    class Around(torch.optim.SGD):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.param_groups, lr=0.1)
+            self.inner = [inner] if is_held_in_a_list else inner
+
+    model = torch.nn.Linear(2, 2)
+    place = r"AdamW, in optimizer\.inner\)" if is_held_in_a_list else r"AdamW, optimizer\.inner\)"
+    with pytest.raises(UnsupportedError, match=place):
+        memfit.fit(model, Around(torch.optim.AdamW(model.parameters())), lambda m, b: m(b).sum(), torch.zeros(2, 2))

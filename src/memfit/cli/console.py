@@ -5,7 +5,9 @@ In: arguments. Out: what the command does, or one message and an exit code; see 
 
 from __future__ import annotations
 
+import inspect
 import platform
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -78,13 +80,14 @@ def _options(
     """
 
 
-app.command()(init)
-app.command()(profile)
-app.command()(plan)
-app.command()(train)
-app.command()(verify)
-app.command()(export)
-app.command()(report)
-app.command()(doctor)
-app.command()(probe)
-app.command(context_settings=FORMATS_SETTINGS)(formats)
+def _flowing(command: Callable[..., Any]) -> str:
+    """A command's docstring as its help: paragraphs without the line ends of the source, which
+    would stand in the middle of a terminal's lines.
+    """
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for _command in (init, profile, plan, train, verify, export, report, doctor, probe):
+    app.command(help=_flowing(_command))(_command)
+app.command(help=_flowing(formats), context_settings=FORMATS_SETTINGS)(formats)

@@ -119,9 +119,10 @@ def _check_attributes(optimizer: Optimizer, model_parameters: set[int]) -> None:
             continue
         for item in _shallow_items(value):
             if isinstance(item, Optimizer):
+                where = f"optimizer.{attribute}" if item is value else f"in optimizer.{attribute}"
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} wraps another optimizer (attribute {attribute!r}, a "
-                    f"{type(item).__name__}). Pass the inner optimizer to memfit."
+                    f"{type(optimizer).__name__} wraps another optimizer ({type(item).__name__}, {where}). Pass the inner "
+                    "optimizer to memfit.fit; a loop under job.lines() may go on with a wrapper that calls its step, as Accelerate's does."
                 )
             if isinstance(item, torch.nn.Module) or (isinstance(item, torch.Tensor) and id(item) in model_parameters):
                 raise UnsupportedError(

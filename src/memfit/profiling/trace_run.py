@@ -188,7 +188,8 @@ def _check_loss(value: Any) -> None:
         raise UsageError(f"loss(model, batch) must return a real number, not one of {value.dtype}")
     if not value.requires_grad:
         raise UsageError(
-            "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached?"
+            "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached? "
+            "Unfreeze one (requires_grad_()), or return the loss as it was computed"
         )
 
 
