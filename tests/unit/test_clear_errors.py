@@ -144,5 +144,5 @@ def test_a_state_dict_of_weights_that_are_away_says_what_saves_and_averages_them
         with pytest.raises(AwayError, match=r"job\.save\(directory\).*MemfitEma"):
             model.state_dict()
         with pytest.raises(AwayError) as caught:
-            model[0].weight.sum()
+            model.get_parameter("0.weight").sum()
     assert "MemfitEma" not in str(caught.value)
