@@ -122,7 +122,7 @@ class HardLimit:
         self._set_limit(left)
 
     def change(self, limit_bytes: int) -> None:
-        """Changes the limit; what tensors may take follows with `follow` or the next call of the job.
+        """Changes the limit; what tensors may take follows with `follow` or the job's next call.
 
         Raises:
             DoesNotFitError: what the process holds outside of tensors is above it; nothing is
