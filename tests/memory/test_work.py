@@ -81,10 +81,15 @@ def test_the_loss_and_its_backward_count_too() -> None:
     assert WorkKind.OPERATIONS not in {*dict(trace.seed_work), *dict(last.backward_work)}
 
 
-def test_a_recomputed_layer_repeats_all_and_a_selected_one_all_but_its_products() -> None:
+def test_a_recomputed_layer_repeats_all_up_to_its_last_product_and_a_selected_one_no_product() -> None:
+    """Its second run ends where the last product has saved its operands."""
     layer = layer_of(trace_of_layers())
+    product = 2.0 * ROWS * WIDTH * HIDDEN
     forward = dict(layer.forward_work)
-    assert dict(replayed_work(layer, Saved.RECOMPUTE)) == forward
+    assert forward[WorkKind.PRODUCTS_16] == 2 * product
+    again = dict(replayed_work(layer, Saved.RECOMPUTE))
+    operations = forward[WorkKind.OPERATIONS] - 1
+    assert again == {**forward, WorkKind.OPERATIONS: operations, WorkKind.PRODUCTS_16: product}
     assert not replayed_work(layer, Saved.KEEP)
     assert not replayed_work(layer, Saved.OFFLOAD)
     selected = dict(replayed_work(layer, Saved.SELECT))

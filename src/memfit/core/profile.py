@@ -172,6 +172,8 @@ class CallProfile:
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
         forward_work, backward_work: amounts by class, those operations among them; empty: the flops
             are all that is known.
+        unreached_work: the part of the forward's behind the last tensor that autograd saved, which
+            a call that is run again alone does not repeat.
     """
 
     index: int
@@ -203,6 +205,7 @@ class CallProfile:
     backward_flops: int = 0
     forward_work: Work = ()
     backward_work: Work = ()
+    unreached_work: Work = ()
 
     def forward_peak(self, saved: Saved) -> int:
         """Returns the peak of the bytes made inside the segment under a policy, above those alive

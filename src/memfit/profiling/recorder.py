@@ -213,6 +213,8 @@ class TraceRecorder(TorchDispatchMode):
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
         self._note_facts(facts)
         self.kernels.note(func, facts)
+        if self._active and not self.log.is_backward:
+            self._active.since_save.append(facts)
         if self._active and not self.log.is_backward and facts.kept_by:
             for record in made:
                 if record.role is Role.MADE:
@@ -323,6 +325,7 @@ class TraceRecorder(TorchDispatchMode):
         record.is_movable &= is_movable(tensor, _ORDINARY)
         if self._active:
             self._active.saves += 1
+            self._active.since_save.clear()
             record.saved_inside.add(self._active.index)
         else:
             record.saved_outside.add(self.log.segment)

@@ -15,6 +15,7 @@ import torch
 from memfit.core.saved_policies import Saved
 from memfit.core.work_kinds import WorkKind
 from memfit.profiling.blocks import ModuleSite
+from memfit.profiling.operation_facts import Facts
 
 
 class Role(Enum):
@@ -140,6 +141,7 @@ class CallRecord:
         began_at: autograd's sequence number when it began.
         reads: blocks of the weights that it reads.
         saves: tensors that autograd has saved in it.
+        since_save: facts of the operations behind the last of these.
         selected: by `id` of a record, results of operations that a policy keeps, and how many
             tensors had been saved before.
         arguments: tensors that it was given, with their version, their record and its writes then.
@@ -163,6 +165,7 @@ class CallRecord:
     changes_arguments: bool = False
     output_bytes: int = 0
     saves: int = 0
+    since_save: list[Facts] = field(default_factory=list[Facts])
     selected: dict[int, tuple[StorageRecord, int]] = field(default_factory=dict)
     arguments: list[tuple[torch.Tensor, int, StorageRecord, int]] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)

@@ -142,6 +142,7 @@ def _call(
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
         backward_flops=sum(s.flops for s in step.backward if s.call == call.index),
         forward_work=_work(step.forward, call.index),
+        unreached_work=summed((facts.work, 1.0) for facts in call.since_save if call.saves),
         backward_work=_backward_work(step.backward, call.index),
     )
 

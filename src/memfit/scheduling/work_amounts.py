@@ -53,13 +53,19 @@ def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int
     if not is_backward:
         return summed([(entries, 1.0), *((_forward(c), 1.0) for c in calls)])
     return summed(
-        [(entries, 1.0), *((_backward(c), 1.0) for c in calls), *(p for c in calls for p in _replay(c, saved))]
+        [
+            (entries, 1.0),
+            *((_backward(c), 1.0) for c in calls),
+            *(p for c in calls for p in _replay(c, saved, is_last=c is calls[-1])),
+        ]
     )
 
 
 def replayed_work(call: CallProfile, saved: Saved) -> Work:
-    """Counts what backward repeats of a call's forward under a policy."""
-    return summed(_replay(call, saved))
+    """Counts what backward repeats of a call's forward under a policy, where the call is run again
+    alone: up to the last tensor that it saved.
+    """
+    return summed(_replay(call, saved, is_last=True))
 
 
 def recomputing_work(call: CallProfile) -> Work:
@@ -77,7 +83,7 @@ def _backward(call: CallProfile) -> Work:
     return call.backward_work or ((WorkKind.FLOPS, float(call.backward_flops)),)
 
 
-def _replay(call: CallProfile, saved: Saved) -> Iterable[tuple[Work, float]]:
+def _replay(call: CallProfile, saved: Saved, *, is_last: bool) -> Iterable[tuple[Work, float]]:
     policy = saved.policy
     if not policy.recomputes:
         return []
@@ -85,7 +91,10 @@ def _replay(call: CallProfile, saved: Saved) -> Iterable[tuple[Work, float]]:
     if policy.kept_operators and (not call.forward_work or held is None):
         # Not traced under this policy: its own estimate.
         return [(_forward(call), policy.replay_share)]
-    return [(_forward(call), 1.0), *([] if held is None else [(held.spared_work, -1.0)])]
+    if held is not None:
+        return [(_forward(call), 1.0), (held.spared_work, -1.0)]
+    # A call whose outputs a later one takes is run to its end.
+    return [(_forward(call), 1.0), *([(call.unreached_work, -1.0)] if is_last else [])]
 
 
 def adding_work(profile: Profile, blocks: Iterable[int]) -> Work:
