@@ -158,22 +158,19 @@ class CallProfile:
         gradient_bytes: gradients of parameters made in its backward segment.
         backward_fresh_peak_bytes: as `backward_peak_bytes`, with gradients of parameters, each from
             its creation on; None: not traced.
-        backward_adding_peak_bytes: the same, each until it has been added to the existing gradient;
-            None: not traced.
+        backward_adding_peak_bytes: the same, each until it has been added to the one that is there.
         gradient_sum_bytes: `gradient_bytes` in fp32 where they are narrower.
         backward_summed_peak_bytes: as `backward_fresh_peak_bytes`, with each gradient copied as it
             arrives into a sum that takes its place, in fp32 where it is narrower; None: not traced.
         backward_peak_bytes: peak of the bytes above those alive at the backward segment's entry,
             gradients of parameters excluded, if the call keeps all that it saves (what backward
             frees of that is subtracted).
-        backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry
-            (gradients of parameters excluded): negative when more was freed (saved tensors) than
-            made.
+        backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry,
+            without gradients of parameters; negative when more was freed (saved tensors) than made.
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
         forward_work, backward_work: amounts by class, those operations among them; empty: the flops
             are all that is known.
-        unreached_work: the part of the forward's behind the last tensor that autograd saved, which
-            a call that is run again alone does not repeat.
+        unreached_work: of the forward's, behind the last tensor saved: not repeated by a second run.
     """
 
     index: int
