@@ -170,7 +170,7 @@ class CallProfile:
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
         forward_work, backward_work: amounts by class, those operations among them; empty: the flops
             are all that is known.
-        unreached_work: of the forward's, behind the last tensor saved: not repeated by a second run.
+        unreached_work: of the forward's, behind the last tensor saved; no second run repeats it.
     """
 
     index: int
