@@ -299,7 +299,7 @@ class PreparedShapes:
         setup, peak = self._planned.setup, prepared.peak_bytes
         left = setup.machine.hard_limit.room_bytes
         if setup.enforces and left is not None and peak > left:
-            return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"
+            return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(max(0, left))} are left"
         return excess_beside_device(setup, prepared)
 
 

@@ -103,10 +103,11 @@ class StepRunner:
         replan = assembly.planned.replan
         if replan is not None and assembly.setup.adapts:
             self._adapt(batch, replan)
-        if self._new_limit is not None:
-            self._follow_limit(self._new_limit, batch, replan)
+        found = [] if self._new_limit is None else self._follow_limit(self._new_limit, batch, replan)
         keeps = not assembly.setup.replans
         result = self._step(batch) if replan is None or keeps else self._step_or_replan(batch, replan)
+        told = [report.in_words() for report in found if report.is_of_limit]
+        result = replace(result, departures=(*told, *result.departures)) if told else result
         self.watchers.tell_step(self.assembly, result, self.measured)
         return result
 
@@ -327,14 +328,17 @@ class StepRunner:
             self._new_limit, self._has_told_passed = replace(change, before_bytes=before), False
             LOG.info("before step %d: %s", assembly.steps + 1, change.in_words())
 
-    def _follow_limit(self, change: LimitChange, batch: Any, replan: Replan | None) -> None:
+    def _follow_limit(self, change: LimitChange, batch: Any, replan: Replan | None) -> list[BreachReport]:
         """Takes another plan where the one so far does not fit a limit that was changed, or another
-        one is faster under it.
+        one is faster under it. Returns what was exchanged.
 
         Raises:
             DoesNotFitError: none fits; the job goes on under a limit that its plan fits.
         """
         found: list[BreachReport] = []
+        journal = self.assembly.journal
+        if journal is not None and journal.is_waiting:
+            return found  # the step is decided, and computes nothing: the next one follows
         if replan is not None:
             found = [change.told(report) for report in self._make_fitting(batch, replan)]
             if not found:
@@ -345,6 +349,7 @@ class StepRunner:
         self._new_limit = None
         self.breaches += found
         _tell(found)
+        return found
 
     def _take_faster(self, change: LimitChange, batch: Any, replan: Replan) -> list[BreachReport]:
         before = take_random()
