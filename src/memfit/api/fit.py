@@ -242,7 +242,8 @@ def fit(
             dtype or optimizer; the difference is named.
         StoreInUseError: a live job has the store.
     """
-    with fitting_ranks(model, optimizer) as ranks:
+    asked = dict(locals())
+    with fitting_ranks(model, optimizer, asked) as ranks:
         allow = own_allowances(allow)
         check_arguments(model, loss, allow, max_grad_norm, numerics)
         refuse_held(model)

@@ -6,7 +6,7 @@ under the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -25,14 +25,21 @@ from memfit.distributed.probe_network import probe_network
 from memfit.distributed.rank_group import RankGroup, is_initialized, open_group
 from memfit.job.setup import Setup
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import failing_together
+from memfit.job.together import checksum, failing_together, settings_text
 from memfit.planning.over_ranks_plans import choose_over_ranks, data_parallel
 
 
 @contextmanager
-def fitting_ranks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[RankGroup | None]:
-    """Context of `fit`: the ranks of the process group, which have models of the same shapes. An
-    error inside is told to all of them, and their group ends.
+def fitting_ranks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, asked: Mapping[str, object]
+) -> Iterator[RankGroup | None]:
+    """Context of `fit`: the ranks of the process group, which have models of the same shapes and
+    ask for the same. An error inside is told to all of them, and their group ends.
+
+    Args:
+        model: of this rank.
+        optimizer: of this rank.
+        asked: all arguments of `fit`, by name.
 
     Yields:
         None where this process is alone.
@@ -46,7 +53,7 @@ def fitting_ranks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
         return
     ranks = open_group()
     try:
-        agree(ranks, "memfit.fit", digest=_described(model, optimizer))
+        agree(ranks, "memfit.fit", digest=_described(model, optimizer, asked))
         with failing_together(ranks):
             yield ranks
     except BaseException:
@@ -140,8 +147,39 @@ def _with_network(setup: Setup, ranks: RankGroup) -> Setup:
     return replace(setup, hardware=cache(found))
 
 
-def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+_EQUAL = (
+    "numerics",
+    "max_grad_norm",
+    "lines",
+    "store",
+    "resume",
+    "durability",
+    "scheme",
+    "on_breach",
+    "adapt",
+    "keep_gradients",
+    "compile",
+)
+"""Arguments of `fit` that have the same value on all ranks: they decide on what ranks exchange, or
+on what they compute.
+"""
+_GIVEN_BY_ALL = ("limit", "plan", "blocks", "weight", "split", "weights")
+"""Arguments that may have another value on each rank, and are given on all ranks or on none."""
+
+
+def _described(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Mapping[str, object]) -> str:
     """Describes what must be equal on all ranks."""
-    lines = [type(optimizer).__name__, str(len(optimizer.param_groups))]
+    allow = asked["allow"]
+    lines = [f"allow={sorted(map(str, allow)) if isinstance(allow, Collection) else allow}"]
+    lines += [f"{name}={asked[name]!s}" for name in _EQUAL]
+    lines += [f"{name}= is {'left out' if asked[name] is None else 'given'}" for name in _GIVEN_BY_ALL]
+    lines += [type(optimizer).__name__, str(len(optimizer.param_groups)), settings_text(optimizer)]
+    for name, parameter in model.named_parameters():
+        states = optimizer.state.get(parameter, {})
+        lines += [
+            f"{key!r} of {name!r}: checksum {checksum(value):08x}"
+            for key, value in states.items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        ]
     lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Self
 from memfit.core.errors import DoesNotFitError, MemfitWarning, PeerError, StoreError, UsageError
 from memfit.core.log import LOG
 from memfit.core.units import format_bytes, parse_bytes
-from memfit.homes.weights import check_untouched
+from memfit.distributed.agreement import DisagreementError
+from memfit.homes.weights import BlockWeights, check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
 from memfit.job.ending import check_alone, end_job
@@ -23,7 +24,7 @@ from memfit.job.lines import Lines
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saved_job import SavedJob
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import fail_together, together
+from memfit.job.together import check_same_changes, fail_together, together
 from memfit.verification.proof import Proof
 
 
@@ -227,7 +228,9 @@ class Job(SavedJob):
             yield
             check_untouched(chosen)
             with self._runner.interrupts.held():
-                assembly.write_home([block for block in chosen if block.versions() != before[block.index]], before)
+                changed = [block for block in chosen if block.versions() != before[block.index]]
+                self._check_same(assembly, changed)
+                assembly.write_home(changed, before)
         finally:
             for block in fetched:
                 block.release()
@@ -344,6 +347,14 @@ class Job(SavedJob):
             )
             failure.errno = error.errno
             raise failure from error
+
+    def _check_same(self, assembly: Assembly, changed: Sequence[BlockWeights]) -> None:
+        try:
+            check_same_changes(assembly.setup.ranks, changed)
+        except DisagreementError as error:
+            # Blocks at home on the device have been changed where they lie.
+            assembly.torn = f"weights were changed in other ways on other ranks: {error}"
+            raise
 
     def _check_restorable(self, assembly: Assembly) -> None:
         limit = self._machine.limits.device_bytes

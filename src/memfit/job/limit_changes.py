@@ -75,13 +75,13 @@ def change_limit(assembly: Assembly, limit_bytes: int) -> LimitChange | None:
             limit is what it was.
     """
     machine, planned = assembly.machine, assembly.planned
+    if planned.setup.ranks is not None:
+        raise UnsupportedError("limits of several ranks are those of memfit.fit: save the job, and fit again")
     before = machine.limits.device_bytes
     if before is None or not planned.setup.enforces:
         raise UsageError(
             "the job was made without a limit that is enforced, so there is none to change: give memfit.fit a limit="
         )
-    if planned.setup.ranks is not None:
-        raise UnsupportedError("limits of several ranks are those of memfit.fit: save the job, and fit again")
     if limit_bytes == before:
         return None
     machine.change_limit(limit_bytes)

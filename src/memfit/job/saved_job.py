@@ -17,7 +17,7 @@ from memfit.job.ending import check_alone
 from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import together
+from memfit.job.together import done_by_all, together
 from memfit.job.torch_states import read_states, write_states
 from memfit.job.watching import WatchedJob
 from memfit.tensors.with_frozen import saved_model
@@ -92,7 +92,7 @@ class SavedJob(WatchedJob):
         # What a save works on is host memory.
         ranks = assembly.setup.ranks
         with (
-            together(ranks, "job.save", digest=str(directory)),
+            together(ranks, "job.save", digest=f"{directory}, form={form!r}"),
             self._machine.phase("save"),
             self._machine.host_ledger(),
         ):
@@ -141,7 +141,12 @@ class SavedJob(WatchedJob):
             TornStepError: raised by later calls if loading was interrupted midway.
         """
         assembly = self._check_loadable()
-        found = load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only)
+        found = done_by_all(
+            assembly.setup.ranks,
+            "job.load",
+            f"{source}, weights_only={weights_only}",
+            lambda: load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only),
+        )
         if not weights_only:
             self.averages.note_source(Path(source).expanduser(), self.steps)
         return found
@@ -169,7 +174,13 @@ class SavedJob(WatchedJob):
             check_alone(assembly, "job.load_states(file)")
             read_states(source, assembly)
             return LoadResult(steps=self.steps, extra={})
-        found = load_states(directory, self._check_loadable(), restore_random=restore_random)
+        assembly = self._check_loadable()
+        found = done_by_all(
+            assembly.setup.ranks,
+            "job.load_states",
+            str(directory),
+            lambda: load_states(directory, assembly, restore_random=restore_random),
+        )
         self.averages.note_source(source, self.steps)
         return found
 

@@ -39,7 +39,7 @@ from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Prepared, Replan
 from memfit.job.step_watchers import StepWatchers
 from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
-from memfit.job.together import add_up, prepare_together, together
+from memfit.job.together import add_up, prepare_together, settings_text, together
 from memfit.job.user_hooks import marks_of
 from memfit.tensors.guard import is_away
 from memfit.verification.census import Census, CensusReport
@@ -94,11 +94,7 @@ class StepRunner:
         The step before is committed first, with what was done after it.
         """
         assembly = self.assembly
-        marks = marks_of(assembly.model)
-        assembly.check_unchanged(marks)
-        assembly.checkpointer.check_registered()
-        assembly.shapes.note_program(marks, lambda: check_hooks(assembly, batch))
-        assembly.keep_changes()
+        prepare_together(assembly.setup.ranks, "step", lambda: _check_known(assembly, batch))
         assembly.checkpointer.commit_if_due()
         replan = assembly.planned.replan
         if replan is not None and assembly.setup.adapts:
@@ -118,11 +114,7 @@ class StepRunner:
         what is to be run.
         """
         assembly = self.assembly
-        marks = marks_of(assembly.model)
-        assembly.check_unchanged(marks)
-        assembly.checkpointer.check_registered()
-        assembly.shapes.note_program(marks, lambda: check_hooks(assembly, sample))
-        assembly.keep_changes()
+        _check_known(assembly, sample)
         assembly.checkpointer.commit_if_due()
         prepared = assembly.shapes.prepare(sample)
         if self._steps_here < 2:
@@ -217,8 +209,9 @@ class StepRunner:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
         recorder = step_recorder(assembly, prepared, batch, self._steps_here)
-        agreed = (f"{assembly.steps}\n{prepared.step.schedule.text()}", [work.total])
-        with together(ranks, "step", digest=agreed[0], values=agreed[1]) as said:
+        settings = "" if ranks is None else settings_text(assembly.setup.optimizer)
+        digest = f"{assembly.steps}\n{settings}\n{prepared.step.schedule.text()}"
+        with together(ranks, "step", digest=digest, values=[work.total]) as said:
             factors = work.factors(sum(total for (total, *_) in said))
             check_first(assembly, batch)
             with (
@@ -398,6 +391,15 @@ class StepRunner:
             self.has_ended = True
             raise
         return report
+
+
+def _check_known(assembly: Assembly, batch: Any) -> None:
+    """Checks that the model, its hooks and what is registered are those that the job knows."""
+    marks = marks_of(assembly.model)
+    assembly.check_unchanged(marks)
+    assembly.checkpointer.check_registered()
+    assembly.shapes.note_program(marks, lambda: check_hooks(assembly, batch))
+    assembly.keep_changes()
 
 
 def _tell(found: Sequence[BreachReport]) -> None:

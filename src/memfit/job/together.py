@@ -24,8 +24,10 @@ from memfit.core.errors import PeerError
 from memfit.distributed.agreement import DisagreementError, agree
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import gather_small
+from memfit.homes.weights import BlockWeights
 
 T = TypeVar("T")
+_PIECE_BYTES = 2 << 20
 
 
 @contextmanager
@@ -88,8 +90,7 @@ class WeightSums:
         parameters = list(parameters)
         self._bring(parameters)
         for parameter in parameters:
-            flat = parameter.detach().reshape(-1).view(torch.uint8)
-            self._sums[id(parameter)] = zlib.crc32(flat.numpy().data) if flat.numel() else 0
+            self._sums[id(parameter)] = checksum(parameter)
 
     def text(self, names: Mapping[int, str]) -> str:
         """Returns a line for each parameter.
@@ -98,6 +99,90 @@ class WeightSums:
             names: by identity of the parameter.
         """
         return "\n".join(f"weight {names[key]!r}: checksum {total:08x}" for key, total in self._sums.items())
+
+
+def checksum(values: torch.Tensor) -> int:
+    """Returns the checksum of a tensor's bytes, which lie in host memory."""
+    flat, found = values.detach().reshape(-1).view(torch.uint8), 0
+    for piece in flat.split(_PIECE_BYTES) if flat.numel() else ():
+        # Of a copy: NumPy's view of a storage makes it one that cannot be resized, as visits do it.
+        found = zlib.crc32(piece.clone().numpy().data, found)
+    return found
+
+
+def settings_text(optimizer: torch.optim.Optimizer) -> str:
+    """Returns a line for each setting of an optimizer that is a number, a text or a few of them.
+
+    Ranks update with their own settings, shares and whole weights alike: a scheduler that steps on
+    some ranks only would make another model of each.
+    """
+    return "\n".join(
+        f"param_groups[{number}][{key!r}]: {value!r}"
+        for number, group in enumerate(optimizer.param_groups)
+        for key, given in sorted(group.items())
+        if key != "params" and (value := _plain(given)) is not None
+    )
+
+
+def _plain(value: object) -> object:
+    """Returns a setting as numbers and texts; None for what is of neither."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def check_same_changes(ranks: RankGroup | None, changed: Sequence[BlockWeights]) -> None:
+    """Checks that all ranks have changed the same weights to the same values; collective.
+
+    Raises:
+        DisagreementError: they have not.
+    """
+    if ranks is None:
+        return
+    slots = [slot for block in changed for slot in block.slots]
+    lines = [f"{slot.name!r} changed: checksum {checksum(slot.parameter):08x}" for slot in slots]
+    agree(ranks, "the end of job.weights", digest="\n".join(lines))
+
+
+def done_by_all(ranks: RankGroup | None, name: str, digest: str, act: Callable[[], T]) -> T:
+    """Does what moves nothing between ranks and must not be done by some of them only.
+
+    What fails on all ranks leaves the job as usable as on one process; what fails on some ends it
+    on all, since the others have it already.
+
+    Args:
+        ranks: of the job; None: this process alone.
+        name: of the call.
+        digest: what must be equal on all ranks.
+        act: is done.
+
+    Raises:
+        DisagreementError: the ranks call different things.
+        PeerError: it failed on another rank.
+    """
+    if ranks is None:
+        return act()
+    agree(ranks, name, digest=digest)
+    error: Exception | None = None
+    found: list[T] = []
+    with failing_together(ranks):
+        try:
+            found.append(act())
+        except Exception as own:  # noqa: BLE001, raised below, when the others have heard of it
+            error = own
+        failed = [flag for (flag, *_) in agree(ranks, f"the end of {name}", values=[float(error is not None)])]
+    if not any(failed):
+        return found[0]
+    if error is not None and all(failed):
+        raise error
+    with failing_together(ranks):
+        if error is not None:
+            raise error
+        # Only those that have done it come here: the others end this at once, with their cause.
+        agree(ranks, f"{name} on all ranks")
+    raise AssertionError("a rank that failed does not agree")
 
 
 def add_up(ranks: RankGroup, own: float) -> float:
