@@ -229,7 +229,8 @@ def main() -> None:
             continue
         print(
             f"{name:8} {machine:5} {limit:5g}  old {row['old']:7.3f}  chosen {row['chosen']:7.3f}  "
-            f"technique {row['classic']:7.3f}  gain {row['gain']:5.2f}  judged {row['judged']:4d}  {row['planning_s']:5.1f} s  {row['plan']}",
+            f"technique {row['classic']:7.3f}  gain {row['gain']:5.2f}  "
+            f"above the bound {row['gap'] or math.nan:6.1%}  judged {row['judged']:4d}  {row['planning_s']:5.1f} s  {row['plan']}",
             flush=True,
         )
     gains = [row["gain"] for row in rows if math.isfinite(row.get("gain", math.inf))]

@@ -43,8 +43,8 @@ class PlacePrices:
         self.slots: tuple[Slot, ...] = tuple(reference.slots)
         calls = judge.units.calls
         middle = len(calls) // 2
-        probes = [_with_policy(none, middle, policy) for policy in policies]
-        probes += [_with_homes(none, middle, homes_) for homes_ in homes]
+        probes = [with_policy(none, middle, policy) for policy in policies]
+        probes += [with_homes(none, middle, homes_) for homes_ in homes]
         found: list[list[list[float]]] = []
         for probe in probes:
             slots = judge(probe).slots
@@ -79,13 +79,15 @@ class PlacePrices:
         return found
 
 
-def _with_policy(mixture: Mixture, place: int, policy: CallPlan) -> Mixture:
+def with_policy(mixture: Mixture, place: int, policy: CallPlan) -> Mixture:
+    """Gives one unit another policy."""
     policies = list(mixture.policies)
     policies[place] = policy
     return Mixture(policies=tuple(policies), homes=mixture.homes, ends=mixture.ends)
 
 
-def _with_homes(mixture: Mixture, place: int, homes: BlockPlan) -> Mixture:
+def with_homes(mixture: Mixture, place: int, homes: BlockPlan) -> Mixture:
+    """Gives one unit other homes."""
     found = list(mixture.homes)
     found[place] = homes
     return Mixture(policies=mixture.policies, homes=tuple(found), ends=mixture.ends)

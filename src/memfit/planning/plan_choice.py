@@ -76,9 +76,9 @@ class PlanChoice:
         unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is
             predicted to fit.
         least_s: what every uniform candidate takes at least, whatever it holds.
-        bound_s: where mixed plans were looked for: seconds of the busiest lane in the best mixture
-            of shares of layers, without any wait (`planning.widening.MixedPlans`); None: they were
-            not. No proof, but how much at most a better search of the same frames would gain.
+        bound_s: where mixed plans were looked for: seconds of the best mixture of shares of layers
+            by the chain program (`planning.widening.MixedPlans`); None: they were not. No proof,
+            but how much at most a better search of the same frames would gain.
         classics: techniques of the field on the same question, where they were asked for.
     """
 
@@ -138,7 +138,7 @@ def give_reason(
     if any(b.fits and b.cost.seconds < seconds for b in built):
         text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")
     if bound_s is not None and 0 < bound_s < seconds:
-        text += f" The best mixture of layers would take {bound_s:.3g} s if nothing ever waited."
+        text += f" No mixture of layers is expected to take less than {bound_s:.3g} s."
     faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
     if faster:
         next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))
