@@ -299,3 +299,36 @@ def test_experts_in_fp32_compile_nothing_and_in_bf16_any_sizes() -> None:
         func, offsets = aten._grouped_mm.default, torch.tensor([8, 16], dtype=torch.int32)
         used.note(func, facts_of(func, (rows, weight, offsets), {}, [rows, weight, offsets], out, Workspaces()))
         assert used.nbytes == kept
+
+
+CHILD_OF_THREADS = """
+import sys, torch
+from memfit.allocator import install
+from memfit.allocator.compiled_kernels import compute_once, panels_to_come
+from memfit.verification.meters import ProcessMeter
+
+torch.set_num_threads(int(sys.argv[1]))
+allocator, process = install(), ProcessMeter()
+left, right = torch.zeros(512, 768), torch.zeros(768, 40_000)
+result = torch.empty(512, 40_000).zero_()
+torch.zeros(64, 64) @ torch.zeros(64, 64)
+names = ["blas, 512 columns", "blas, 10368 columns"]
+compute_once(names)
+
+
+def outside():
+    return process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes
+
+
+before = outside()
+torch.mm(left, right, out=result)
+print(outside() - before - panels_to_come(names, torch.get_num_threads()))
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_the_blas_keeps_is_there_or_told_before_the_widest_product_of_a_step(threads: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD_OF_THREADS, str(threads)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) <= 4 << 20

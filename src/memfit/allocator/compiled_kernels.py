@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from memfit.core.limits import BLAS_COLUMNS, KERNELS_KEPT
+from memfit.core.limits import BLAS_COLUMNS, KERNELS_KEPT, LIBRARY_BYTES
 
 _VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
@@ -64,6 +64,15 @@ def widest(libraries: Iterable[str]) -> list[str]:
     given = set(libraries)
     of_blas = [name for name in _BY_COLUMNS if name in given]
     return [*sorted(given.difference(_BY_COLUMNS)), *of_blas[-1:]]
+
+
+def panels_to_come(libraries: Iterable[str], threads: int) -> int:
+    """Returns what the BLAS takes in a first step beyond what one small product had it take: of a
+    product with more columns than one panel has, each of several threads has a panel of its own.
+    """
+    if threads == 1 or _BY_COLUMNS[-1] not in set(libraries):
+        return 0
+    return threads * LIBRARY_BYTES[_BY_COLUMNS[-1]]
 
 
 def is_to_compute(library: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
-from memfit.allocator.compiled_kernels import bound_kernels, compute_once, is_to_compute, widest
+from memfit.allocator.compiled_kernels import bound_kernels, compute_once, is_to_compute, panels_to_come, widest
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitWarning, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
@@ -198,9 +198,10 @@ class Machine:
             libraries: that a step computes with; they compute once before, so that what they take
                 is there.
         """
+        libraries = tuple(libraries)
         if self.counts_process:
             compute_once(libraries)
-        self._reserve.end_planning(kernel_bytes)
+        self._reserve.end_planning(kernel_bytes + panels_to_come(libraries, torch.get_num_threads()))
         here = [p for p in model.parameters() if p.device == self.device and not is_away(p)]
         return self.budget([p for p in here if p.untyped_storage().nbytes()], beside)
 
