@@ -379,6 +379,9 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
             applied.set()
             return []
 
+        def forget_standing(self) -> None:
+            pass
+
     pieces: Any = Pieces()
     block: Any = SimpleNamespace(index=0, device=torch.device("cpu"), updates_on_host=False)
     worker, gate = UpdateWorker(pieces), Gate()

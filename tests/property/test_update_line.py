@@ -51,6 +51,9 @@ class RecordedPieces:
     def update_at_once(self, block: Any) -> bool:
         return False
 
+    def forget_standing(self) -> None:
+        pass
+
     def groups(self, block: Any) -> list[tuple[int]]:
         return [(piece,) for piece in range(self.lengths[block.index])]
 
