@@ -70,7 +70,7 @@ def test_what_fails_on_one_rank_ends_the_step_of_all_with_its_text(ranks: Ranks,
     ("how", "told"),
     [
         ("an unused block", ""),
-        ("fewer rows than microbatches", "are about to do different things. Line 2 here: '# microbatches"),
+        ("fewer rows than microbatches", "'# microbatches 1'"),
         ("no rows", "UsageError: the batch is empty"),
     ],
 )

@@ -45,6 +45,8 @@ class HardLimit:
         kernel: KernelLimit | None,
     ) -> None:
         self.armed_bytes: int | None = None
+        self._next_bytes: int | None = None
+        """Of a device, a limit that was changed and is not armed yet."""
         self._limit_bytes = limit_bytes
         self._meter = meter
         self._process = process
@@ -63,9 +65,11 @@ class HardLimit:
         """Bytes that plans may take under the armed limit: without the reserve, as at `fit`; None
         while no limit is armed.
         """
-        if self.armed_bytes is None or self._limit_bytes is None:
+        if self.armed_bytes is None:
             return None
-        return self._limit_bytes - self._reserve_bytes() if self._room is None else self._room.planned_bytes
+        if self._room is not None:
+            return self._room.planned_bytes
+        return (self.armed_bytes if self._next_bytes is None else self._next_bytes) - self._reserve_bytes()
 
     @property
     def reserve_left_bytes(self) -> int:
@@ -138,13 +142,15 @@ class HardLimit:
         self._limit_bytes = limit_bytes
         if self._room is not None:
             self._room.change_limit(limit_bytes)
+        elif self.armed_bytes is not None:
+            self._next_bytes = limit_bytes
 
     def follow(self) -> None:
         """Arms a limit of a device that was changed: not before the plan that fits it, since a
         batch must be made until then.
         """
-        if self.armed_bytes is not None and self._room is None and self._limit_bytes is not None:
-            self._set_limit(self._limit_bytes)
+        if self._next_bytes is not None:
+            self._set_limit(self._next_bytes)
 
     @contextmanager
     def phase(self, phases: Phases, *, is_step: bool) -> Iterator[None]:
@@ -213,12 +219,12 @@ class HardLimit:
             self._room = None
         if self.armed_bytes is not None:
             self._meter.set_limit(None)
-            self.armed_bytes = None
+            self.armed_bytes = self._next_bytes = None
             self._lift.detach()
 
     def _set_limit(self, limit_bytes: int) -> None:
         self._meter.set_limit(limit_bytes)
-        self.armed_bytes = limit_bytes
+        self.armed_bytes, self._next_bytes = limit_bytes, None
         # A job that is dropped without `close` must not leave its limit on the process.
         self._lift.detach()
         self._lift = weakref.finalize(self, _lift_limit, self._meter, limit_bytes)
