@@ -46,7 +46,7 @@ class HardLimit:
     ) -> None:
         self.armed_bytes: int | None = None
         self._next_bytes: int | None = None
-        """Of a device, a limit that was changed and is not armed yet."""
+        """Limit of a device that was changed and is not armed yet."""
         self._limit_bytes = limit_bytes
         self._meter = meter
         self._process = process
