@@ -71,8 +71,8 @@ def change_limit(assembly: Assembly, limit_bytes: int) -> LimitChange | None:
     Raises:
         UsageError: the job has no limit.
         UnsupportedError: the job runs on several ranks.
-        DoesNotFitError: neither the job's plan nor, as far as can be told, another one fits; the
-            limit is what it was.
+        DoesNotFitError: the job's plan does not fit, and it cannot take another one; the limit is
+            what it was.
     """
     machine, planned = assembly.machine, assembly.planned
     if planned.setup.ranks is not None:
@@ -85,9 +85,9 @@ def change_limit(assembly: Assembly, limit_bytes: int) -> LimitChange | None:
     if limit_bytes == before:
         return None
     machine.change_limit(limit_bytes)
-    peak = max(prepared.peak_bytes for prepared in assembly.shapes.known)
-    excess = limit_excess(assembly, peak, ())
     if planned.replan is None or planned.setup.has_lines:
+        # Else the next step asks, which has its batch.
+        excess = limit_excess(assembly, max(prepared.peak_bytes for prepared in assembly.shapes.known), ())
         if excess is not None:
             machine.change_limit(before)
             raise DoesNotFitError(
