@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from memfit.core.hardware import Hardware, Link
@@ -119,7 +119,7 @@ def _by_key(changes: Iterable[ByteChange]) -> Counter[Key]:
 # ---- seconds ----
 
 
-@dataclass
+@dataclass(eq=False)
 class Signal:
     """Something that comes to pass: at a moment of its own, or when all that it needs has, and not
     before `earliest`.
@@ -156,6 +156,7 @@ class Job:
         needs: what must have come to pass before.
         beside: while that has not come to pass, it goes on at `share` of its speed.
         done: its end.
+        reads: of an update: tiers whose links its pieces come over.
     """
 
     left: Fraction
@@ -163,6 +164,7 @@ class Job:
     beside: Signal | None = None
     share: Fraction = Fraction(1)
     done: Signal = field(default_factory=Signal)
+    reads: frozenset[Tier] = frozenset()
 
     @property
     def speed(self) -> Fraction:
@@ -178,11 +180,20 @@ class Pause(Job):
         began, ended: when that transfer did.
         headed: when all before it in the queue was over: only if the transfer had begun by then is
             there a pause, of as long as it took.
+        number: of the operation that the transfer is of.
     """
+
+    number: int = 0
 
     began: Signal = field(default_factory=Signal)
     ended: Signal = field(default_factory=Signal)
     headed: Fraction | None = None
+
+    @property
+    def starves(self) -> bool:
+        """Tells whether the transfer is under way, and began before all pieces had come."""
+        is_first = self.began.at is not None and (self.headed is None or self.began.at < self.headed)
+        return is_first and self.ended.at is None
 
     def decide(self, now: Fraction) -> None:
         """Sets how long it lasts, as soon as that is known."""
@@ -220,6 +231,7 @@ class Simulation:
     _come: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
     _pieces_over: Fraction = Fraction(0)
     _last_in_pieces: int = -1
+    _number: int = -1
 
     def run(self, step: Step) -> Simulation:
         """Simulates the whole step."""
@@ -244,8 +256,8 @@ class Simulation:
                 continue
             if not heads:
                 break
-            computing = [id(queue[0]) for name, queue in self._queues.items() if name == "device" and queue]
-            speeds = [self._compute_speed() if id(queue[0]) in computing else queue[0].speed for queue in heads]
+            names = {id(queue[0]): name for name, queue in self._queues.items() if queue}
+            speeds = [self._speed(names[id(queue[0])], queue[0]) for queue in heads]
             passed = min(queue[0].left / speed for queue, speed in zip(heads, speeds, strict=True) if speed)
             self.now += passed
             for queue, speed in zip(heads, speeds, strict=True):
@@ -260,13 +272,14 @@ class Simulation:
 
     def _main(self, step: Step, shown: list[tuple[Signal, Signal]]) -> Iterator[Signal]:
         for index, operation in enumerate(step):
+            self._number = index
             begin = Signal(happened=self.now)
             if operation.update_place is not None and operation.transfers:
                 self._last_in_pieces = index
             yield from self._stop(operation.waits)
             if operation.work:
                 begin = Signal(happened=self.now)
-            gate = all_of(self.now, *(self._given[t] for t in operation.after if t in self._given))
+            gate = all_of(self.now, *(self._foretold(t) for t in operation.after if t in self._given))
             for transfer in operation.awaited:
                 read = self._transfer(transfer, gate)
                 yield from self._stall("accumulate", read)
@@ -290,17 +303,35 @@ class Simulation:
     def _start(self, operation: Operation, gate: Signal) -> list[tuple[str, Signal]]:
         """Starts what goes on beside the main thread; returns the end of each, with its direction."""
         started: list[tuple[str, Signal]] = []
+        sources = [transfer for transfer in operation.transfers if transfer.direction == "read"]
+        reads = [tier for one in sources for tier in (one.tier, one.crosses) if tier is not None]
+        fed = all_of(self.now, gate, *(signal for tier in reads for signal in self._last_of((tier, "read"))))
         for transfer in operation.transfers:
             before = started[-1][1] if operation.is_chain and started else gate
             moved = self._transfer(transfer, before, in_pieces=operation.update_place is not None)
             started.append((transfer.direction, moved))
         if operation.work and operation.update_place is UpdatePlace.BESIDE:
             seconds = Fraction(work_seconds(operation.work, self.hardware))
-            started.append(("computed", self._queue("updates", seconds, gate)))
+            started.append(("computed", self._queue("updates", seconds, fed)))
+            self._queues["updates"][-1].reads = frozenset(reads)
         if operation.host_work:
             seconds = Fraction(host_work_seconds(operation.host_work, self.hardware))
             started.append(("computed", self._queue("host", seconds, gate)))
         return started
+
+    def _foretold(self, token: Token) -> Signal:
+        """Returns the end of what gives a token, as it is foretold now: what later transfers hold up
+        comes to what waits for it, and not to what has been issued by then.
+        """
+        jobs = list(self._queues["updates"])
+        signal = self._given[token]
+        if not any(job.done in signal.needs for job in jobs):
+            return signal
+        until = next(index for index, job in enumerate(jobs) if job.done in signal.needs)
+        copies = deque(replace(job, done=Signal()) for job in jobs[: until + 1])
+        end = copies[-1].done
+        self._queues["foretold", self._number, token] = copies
+        return all_of(signal.earliest, end, *(other for other in signal.needs if other is not jobs[until].done))
 
     def _stop(self, tokens: Iterable[Token]) -> Generator[Signal]:
         for token in tokens:
@@ -311,13 +342,33 @@ class Simulation:
         yield signal
         self.stalls_s[cause] += float(self.now - before)
 
+    def _speed(self, name: object, job: Job) -> Fraction:
+        """Share of its own speed at which the first job of a queue goes on."""
+        if name == "device":
+            return self._compute_speed()
+        until = name[1] if isinstance(name, tuple) and name[0] == "foretold" else None
+        return Fraction(0) if self._is_starved(job, until) else job.speed
+
+    def _is_starved(self, update: Job, until: int | None = None) -> bool:
+        """Tells whether a transfer goes before the pieces that an update reads, of those of
+        operations before `until`.
+        """
+        pieces = [job for tier in update.reads for job in self._queues[tier, "read", "pieces"]]
+        pauses = [job for job in pieces if isinstance(job, Pause) and (until is None or job.number < until)]
+        return any(job.starves for job in pauses)
+
     def _compute_speed(self) -> Fraction:
         """Share of its own speed at which the device computes for the main thread: none while it
         updates, less while links have work.
         """
-        if (updates := self._queues["updates"]) and updates[0].needs.at is not None:
+        updates = self._queues["updates"]
+        if updates and updates[0].needs.at is not None and not self._is_starved(updates[0]):
             return Fraction(0)
-        tiers = [name[0] for name, queue in self._queues.items() if queue and isinstance(name, tuple)]
+        tiers = [
+            name[0]
+            for name, queue in self._queues.items()
+            if queue and isinstance(name, tuple) and name[0] != "foretold"
+        ]
         return min([Fraction(1), *(Fraction(self._link(tier).compute_share) for tier in tiers)])
 
     def _transfer(self, transfer: Transfer, gate: Signal, *, in_pieces: bool = False) -> Signal:
@@ -347,7 +398,7 @@ class Simulation:
             share=min(Fraction(1), Fraction(both / alone)),
         )
         if not in_pieces and self._queues[tier, transfer.direction, "pieces"]:
-            pause = Pause(Fraction(0), Signal(), began=began, ended=done)
+            pause = Pause(Fraction(0), Signal(), began=began, ended=done, number=self._number)
             self._queues[tier, transfer.direction, "pieces"].append(pause)
         return done
 

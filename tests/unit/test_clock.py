@@ -12,7 +12,7 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.machines import machine_names, read_hardware
 from memfit.core.rates import DERIVED_SPREAD, Rate, rates_of
 from memfit.core.schedule import Schedule, Start
-from memfit.core.step import Operation, Step, Token, Transfer
+from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind, summed
 from memfit.prediction.clock import Clock, Pace, fastest_products_per_s, work_seconds
@@ -201,6 +201,31 @@ def test_a_timeline_says_its_interval_and_one_without_a_machine_has_none() -> No
     assert timeline.interval_s is not None
     fast, slow = timeline.interval_s
     assert fast <= timeline.seconds <= slow
+
+
+# ---- updates beside the main thread ----
+
+
+def updating(seconds: float, nbytes: int) -> Operation:
+    transfers = (Transfer(Tier.DISK, "read", "state", nbytes),) if nbytes else ()
+    gives = Token("update", "a")
+    return computing(seconds, update_place=UpdatePlace.BESIDE, transfers=transfers, gives=gives)
+
+
+@pytest.mark.parametrize(("nbytes", "whole_s"), [(0, 5.0), (100, 7.0)])
+def test_an_update_whose_pieces_come_behind_a_fetch_does_nothing_until_then(nbytes: int, whole_s: float) -> None:
+    """2 s of an update, a fetch of 2 s that 3 s of work wait for: hidden by it only where the update has its states."""
+    work = computing(3.0, waits=(Token("fetch", "a"),))
+    assert seconds_of(machine(), updating(2.0, nbytes), moving("read", 200), work) == whole_s
+    # The same where the fetch is there first.
+    assert seconds_of(machine(), moving("read", 200), updating(2.0, nbytes), work) == whole_s
+
+
+def test_what_waits_for_an_update_that_was_held_up_waits_for_its_end() -> None:
+    """The fetch goes before its pieces for 2 s, then it takes 4."""
+    steps = updating(4.0, 300), moving("read", 200), computing(0.0, waits=(Token("update", "a"),))
+    times = Clock(machine()).run(step_of(*steps))
+    assert times[-1].end_s == times[0].end_s == 6.0
 
 
 # ---- a link that two tiers share ----

@@ -15,7 +15,9 @@ what was waited for.
 An update's elements are worked on by the device or by the host's cores, one update after the other,
 as soon as its gradient is there. On the device an update of a thread beside the main one goes
 first: what the main thread computes meanwhile comes later by as much, and where it waits anyhow
-that costs nothing. Two that share a processor have done as much in the end.
+that costs nothing. Two that share a processor have done as much in the end. But an update whose
+pieces come over a link does nothing until that link is through with what it was given before, and
+while a transfer goes before its pieces: a fetch that the main thread waits for is not hidden by it.
 
 Where a link's contention was measured: a transfer takes the speed of both directions while the
 other one has work, and compute goes on at `Link.compute_share` of its speed while the link has
@@ -121,6 +123,28 @@ class _Lane(NamedTuple):
     latency_s: float
 
 
+class _Updating(NamedTuple):
+    """Seconds in which the device works on an update beside the main thread.
+
+    Attributes:
+        began, end: of them.
+        moment: the operation's.
+        gives: what it is waited for by.
+        reads: tiers whose links its pieces come over.
+    """
+
+    began: float
+    end: float
+    moment: int
+    gives: Token | None
+    reads: frozenset[Tier]
+
+
+def _read_in_pieces(operation: Operation) -> frozenset[Tier]:
+    reads = [transfer for transfer in operation.transfers if transfer.direction == "read"]
+    return frozenset(t for one in reads for t in (one.tier, one.crosses) if t is not None)
+
+
 class Pace:
     """Speeds of a machine as clocks take them, found once for many steps.
 
@@ -192,7 +216,9 @@ class Clock:
         # The same for the device and updates beside the main thread, and when it works on them:
         # seconds that are not over, in order.
         self._updates_free_s = 0.0
-        self._updating: deque[tuple[float, float]] = deque()
+        self._updating: deque[_Updating] = deque()
+        # When updates that transfers held up are through, by their operations.
+        self._late_s: dict[int, float] = {}
         self.now_s = 0.0
         self.stalls_s: dict[str, float] = {}
         # How long each lane works, by its name.
@@ -238,6 +264,11 @@ class Clock:
 
     def _ended(self, times: list[ActionTime]) -> list[ActionTime]:
         """Lets the last update that moved bytes end when links are through with all pieces."""
+        for one in self._updating:
+            self._note_update(one)
+        self._updating.clear()
+        for moment, end in self._late_s.items():
+            times[moment] = ActionTime(start_s=times[moment].start_s, end_s=max(times[moment].end_s, end))
         if self._last_in_pieces >= 0:
             last = times[self._last_in_pieces]
             end = max(last.end_s, *self._pieces_free_s.values())
@@ -272,6 +303,8 @@ class Clock:
         if operation.behind is not None:
             begin = max(begin, self._come_s.get(operation.behind, 0.0))
         end = come = begin
+        # Its own pieces come behind all that their links were given before.
+        fed = self._fed(operation, begin) if operation.update_place is UpdatePlace.BESIDE else begin
         for transfer in operation.transfers:
             moved = self._serve(
                 transfer, end if operation.is_chain else begin, in_pieces=operation.update_place is not None
@@ -282,7 +315,7 @@ class Clock:
         if operation.work and self._pace is not None:
             seconds = self._pace.work_s(operation.work)
             if operation.update_place is UpdatePlace.BESIDE:
-                end = max(end, self._update_beside(begin, seconds))
+                end = max(end, self._update_beside(fed, seconds, operation))
             else:
                 self._compute(seconds, self._pace)
         if operation.host_work and self._pace is not None:
@@ -335,6 +368,8 @@ class Clock:
             self._free_s[queue] = end
             if pieces_free_s > began + _ROUNDING_S:
                 self._pieces_free_s[queue] = pieces_free_s + (end - began)
+                if direction == "read" and self._updating:
+                    self._starve(tier, began, end)
         self.busy_s[name] = self.busy_s.get(name, 0.0) + (end - began)
         if self._records:
             self._note(name, "transfer", transfer.category, began, end, nbytes)
@@ -343,28 +378,57 @@ class Clock:
     def _busy_until(self, queue: tuple[Tier, str]) -> float:
         return max(self._free_s.get(queue, 0.0), self._pieces_free_s.get(queue, 0.0))
 
-    def _update_beside(self, begin: float, seconds: float) -> float:
+    def _fed(self, operation: Operation, begin: float) -> float:
+        """Returns when an update's first pieces can come: behind what their links were given."""
+        return max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in _read_in_pieces(operation))])
+
+    def _update_beside(self, begin: float, seconds: float, operation: Operation) -> float:
         """Puts an update behind those that the device works on beside the main thread; returns when
         it is through.
         """
         began = max(begin, self._updates_free_s)
         self._updates_free_s = end = began + seconds
         if end > began:
-            self._updating.append((began, end))
+            self._updating.append(_Updating(began, end, self._moment, operation.gives, _read_in_pieces(operation)))
         self._work(UPDATE_LANE, seconds)
-        self._note(UPDATE_LANE, "work", "", began, end)
         return end
+
+    def _starve(self, tier: Tier, since_s: float, until_s: float) -> None:
+        """Lets updates that read from a tier do nothing while a transfer goes before their
+        pieces.
+        """
+        fed = deque[_Updating]()
+        free_s = 0.0
+        for one in self._updating:
+            began = max(one.began, free_s)
+            end = began + (one.end - one.began)
+            if tier in one.reads and end > since_s and began < until_s:
+                if began < since_s:
+                    fed.append(one._replace(began=began, end=since_s))
+                    began = since_s
+                began, end = until_s, until_s + (end - began)
+            free_s = end
+            fed.append(one._replace(began=began, end=end))
+            if one.gives is not None:
+                self._done_s[one.gives] = max(self._done_s[one.gives], end)
+                self._late_s[one.moment] = end
+        self._updating = fed
+        self._updates_free_s = max(self._updates_free_s, free_s)
+
+    def _note_update(self, one: _Updating) -> None:
+        if self._records:
+            self.intervals.append(Interval(UPDATE_LANE, "work", "", one.moment, 0, one.began, one.end))
 
     def _compute(self, left_s: float, pace: Pace) -> None:
         """Computes for so long, slower while a link has work and not while an update goes first."""
         self._work(COMPUTE_LANE, left_s)
         while self._updating and left_s > 0:
-            began, end = self._updating[0]
-            if began > self.now_s:
-                left_s = self._compute_until(began, left_s, pace)
-            if began <= self.now_s:
-                self.now_s = max(self.now_s, end)
-                self._updating.popleft()
+            first = self._updating[0]
+            if first.began > self.now_s:
+                left_s = self._compute_until(first.began, left_s, pace)
+            if first.began <= self.now_s:
+                self.now_s = max(self.now_s, first.end)
+                self._note_update(self._updating.popleft())
         self._compute_until(float("inf"), left_s, pace)
 
     def _compute_until(self, until_s: float, left_s: float, pace: Pace) -> float:
