@@ -466,7 +466,7 @@ def _hardware(device: torch.device, rate: float) -> Hardware:
     link = Link(read_bytes_per_s=rate, write_bytes_per_s=rate)
     return Hardware(
         device="late device" if device.type == "late" else "cpu",
-        flops_per_s=rates[WorkKind.PRODUCTS_128].per_s,
+        flops_per_s=rates[WorkKind.PRODUCTS_256].per_s,
         update_elements_per_s=probe_updates(device),
         host_update_elements_per_s=probe_updates(torch.device("cpu")),
         tiers={

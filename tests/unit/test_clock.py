@@ -96,7 +96,7 @@ def test_classes_that_are_not_measured_are_derived_and_say_so() -> None:
     assert set(found) == set(WorkKind)
     assert found[WorkKind.STREAMED] == Rate(10, 0.25)
     assert found[WorkKind.REDUCED].spread == DERIVED_SPREAD
-    assert found[WorkKind.PRODUCTS_128].per_s == found[WorkKind.FLOPS].per_s == 1000
+    assert found[WorkKind.PRODUCTS_256].per_s == found[WorkKind.FLOPS].per_s == 1000
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -109,15 +109,15 @@ def test_shipped_machines_have_every_class(name: str) -> None:
     # No class of products is faster than the lower bounds of the planner take for granted.
     assert fastest_products_per_s(hardware) >= hardware.flops_per_s
     # Wide products are at least as fast as narrow ones.
-    wide = [found[product_kind(size, "float32")].per_s for size in (128, 64, 16, 4, 1)]
+    wide = [found[product_kind(size, "float32")].per_s for size in (256, 128, 64, 16, 4, 1)]
     assert wide == sorted(wide, reverse=True)
 
 
 def test_sizes_of_products_have_their_classes() -> None:
-    assert [product_kind(size, "float32") for size in (1, 3, 4, 15, 16, 63, 64, 127, 128, 999)] == [
+    assert [product_kind(size, "float32") for size in (1, 3, 4, 15, 16, 63, 64, 127, 128, 255, 256, 999)] == [
         WorkKind.PRODUCTS_1, WorkKind.PRODUCTS_1, WorkKind.PRODUCTS_4, WorkKind.PRODUCTS_4,
         WorkKind.PRODUCTS_16, WorkKind.PRODUCTS_16, WorkKind.PRODUCTS_64, WorkKind.PRODUCTS_64,
-        WorkKind.PRODUCTS_128, WorkKind.PRODUCTS_128,
+        WorkKind.PRODUCTS_128, WorkKind.PRODUCTS_128, WorkKind.PRODUCTS_256, WorkKind.PRODUCTS_256,
     ]  # fmt: skip
     assert product_kind(64, "bfloat16") is WorkKind.HALF_PRODUCTS_64
     assert product_kind(1, "float16") is WorkKind.FP16

@@ -42,6 +42,7 @@ class Rate(NamedTuple):
 
 # By class: its share of the rate of products, on a processor and on an accelerator.
 _OF_PRODUCTS: Mapping[str, tuple[float, float]] = {
+    "products-256": (1.0, 1.0),
     "products-128": (1.0, 1.0),
     "products-64": (0.9, 1.0),
     "products-16": (0.85, 0.5),

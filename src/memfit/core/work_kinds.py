@@ -6,7 +6,7 @@ amounts by kind, which `prediction.clock` divides by the rates of a `Hardware`.
 [Note: classes of work]
 One rate for all operations is off by factors: on a processor a GELU by its formula with tanh passes
 0.6 billion elements a second, an addition moves 30 GB, and a product with eight rows reaches half
-of what one with 128 does. So each operation counts in the class whose operations take about equally
+of what one with 128 does, and that two thirds of one with 256. So each operation counts in the class whose operations take about equally
 long for an amount: floating point operations for products, by dtype and by the smallest of their
 three sizes (which bounds how often a value in cache is used again); bytes read and written where
 memory is what is waited for; elements where a function is; and every operation counts once besides,
@@ -61,6 +61,7 @@ class WorkKind(StrEnum):
     """
 
     FLOPS = "flops"
+    PRODUCTS_256 = "products-256"
     PRODUCTS_128 = "products-128"
     PRODUCTS_64 = "products-64"
     PRODUCTS_16 = "products-16"
@@ -72,6 +73,7 @@ class WorkKind(StrEnum):
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution-backward"
     GROUPED_CONVOLUTION = "grouped-convolution"
+    HALF_PRODUCTS_256 = "bf16-products-256"
     HALF_PRODUCTS_128 = "bf16-products-128"
     HALF_PRODUCTS_64 = "bf16-products-64"
     HALF_PRODUCTS_16 = "bf16-products-16"
@@ -121,9 +123,17 @@ Work = tuple[tuple[WorkKind, float], ...]
 
 _ORDER = {kind: index for index, kind in enumerate(WorkKind)}
 # Of one number, three sizes: a class's rate is measured near its lower end.
-_SIZES = (128, 64, 16, 4)
-_FP32 = (WorkKind.PRODUCTS_128, WorkKind.PRODUCTS_64, WorkKind.PRODUCTS_16, WorkKind.PRODUCTS_4, WorkKind.PRODUCTS_1)
+_SIZES = (256, 128, 64, 16, 4)
+_FP32 = (
+    WorkKind.PRODUCTS_256,
+    WorkKind.PRODUCTS_128,
+    WorkKind.PRODUCTS_64,
+    WorkKind.PRODUCTS_16,
+    WorkKind.PRODUCTS_4,
+    WorkKind.PRODUCTS_1,
+)
 _HALF = (
+    WorkKind.HALF_PRODUCTS_256,
     WorkKind.HALF_PRODUCTS_128,
     WorkKind.HALF_PRODUCTS_64,
     WorkKind.HALF_PRODUCTS_16,

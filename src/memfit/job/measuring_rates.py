@@ -158,23 +158,30 @@ def _tensor(*shape: int, device: torch.device, dtype: torch.dtype = _FP32, grad:
 
 def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
     """Products of rows (m) by k by columns (n), as a linear layer makes them: by a transposed
-    weight, and, for the weight's gradient, of a transposed factor.
+    weight, and for the gradients of its input and of its weight.
     """
     name = str(dtype).removeprefix("torch.")
-    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (256, 384, 1536), (128, 384, 384)]
+    widest = [(512, 512, 1024), (1024, 256, 512), (256, 384, 1536), (1024, 768, 768)]
+    wide = [(128, 768, 768), (128, 384, 384), (192, 512, 1024)]
     middle = [(64, 512, 2048), (64, 2048, 512), (96, 768, 768)]
     narrow = [(32, 768, 768), (768, 32, 768), (16, 512, 1024)]
     thin = [(8, 768, 768), (768, 8, 768), (4, 1024, 1024)]
-    sizes = wide if dtype is torch.float16 else [*wide, *middle, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
-    for m, k, n in [tuple(size * scale if size >= 128 else size for size in one) for one in sizes]:
-        yield _Operation(
-            kind=product_kind(min(m, k, n), name),
-            amount=2.0 * m * k * n,
-            make=lambda m=m, k=k, n=n: _product_by_cold(
-                _tensor(_TURNS, m, k, device=device, dtype=dtype),
-                _tensor(_cold(n * k), n, k, device=device, dtype=dtype),
-            ),
-        )
+    sizes = (
+        widest
+        if dtype is torch.float16
+        else [*widest, *wide, *middle, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
+    )
+    for m, k, n in [tuple(size * scale if size >= 256 else size for size in one) for one in sizes]:
+        for trial in _LINEAR if dtype is not torch.float16 else _LINEAR[:1]:
+            yield _Operation(
+                kind=product_kind(min(m, k, n), name),
+                amount=2.0 * m * k * n,
+                make=lambda m=m, k=k, n=n, t=trial: t(
+                    _tensor(_TURNS, m, k, device=device, dtype=dtype),
+                    _tensor(_cold(n * k), n, k, device=device, dtype=dtype),
+                    _tensor(_TURNS, m, n, device=device, dtype=dtype),
+                ),
+            )
     if dtype is torch.float16:
         return
     kind = WorkKind.HALF_BATCHED if dtype is _HALF else WorkKind.BATCHED
@@ -193,9 +200,23 @@ def _cold(elements: int) -> int:
     return max(2, _COLD // elements)
 
 
-def _product_by_cold(left: torch.Tensor, weights: torch.Tensor) -> Trial:
-    rows, turns = itertools.cycle(left), itertools.cycle(weights)
-    return lambda: next(rows) @ next(turns).t()
+def _forward_of_cold(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> Trial:
+    x, weight = itertools.cycle(rows), itertools.cycle(weights)
+    return lambda: next(x) @ next(weight).t()
+
+
+def _input_gradient(_: torch.Tensor, weights: torch.Tensor, gradients: torch.Tensor) -> Trial:
+    weight, gradient = itertools.cycle(weights), itertools.cycle(gradients)
+    return lambda: next(gradient) @ next(weight)
+
+
+def _weight_gradient(rows: torch.Tensor, _: torch.Tensor, gradients: torch.Tensor) -> Trial:
+    x, gradient = itertools.cycle(rows), itertools.cycle(gradients)
+    return lambda: next(gradient).t() @ next(x)
+
+
+# The three products of a linear layer, of its rows, its weights and the gradients of what comes out.
+_LINEAR = _forward_of_cold, _input_gradient, _weight_gradient
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Trial:

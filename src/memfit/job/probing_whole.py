@@ -77,7 +77,7 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
         on_host["host_codec_elements_per_s"] = probe_codecs(_HOST)
     return Hardware(
         device=identity_of(device)["device"],
-        flops_per_s=rates[WorkKind.PRODUCTS_128].per_s,
+        flops_per_s=rates[WorkKind.PRODUCTS_256].per_s,
         bf16_flops_per_s=max(half),
         update_elements_per_s=rates[WorkKind.UPDATED].per_s,
         codec_elements_per_s=rates[WorkKind.ENCODED].per_s,

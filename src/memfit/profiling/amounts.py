@@ -31,7 +31,7 @@ _FACTORS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.mv: 0,
 _BATCHED = {aten.bmm, aten.baddbmm}
 _IN_DTYPE = {
     (name, is_half): WorkKind(f"bf16-{name}" if is_half else name)
-    for name in ("products-128", "batched-products", "attention", "attention-backward")
+    for name in ("products-256", "batched-products", "attention", "attention-backward")
     for is_half in (False, True)
 }
 _ATTENTION = "_scaled_dot_product_"
@@ -164,7 +164,7 @@ def _flops_kind(packet: Any, name: str, args: Sequence[Any], read: Sequence[torc
         return _IN_DTYPE["batched-products", is_half]
     at = _FACTORS.get(packet)
     if at is None:
-        return _IN_DTYPE["products-128", is_half]
+        return _IN_DTYPE["products-256", is_half]
     left, right = args[at], args[at + 1]
     return product_kind(min(*left.shape[-2:], *right.shape[-2:], *([1] if right.dim() == 1 else [])), dtype)
 
