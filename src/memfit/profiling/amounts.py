@@ -84,7 +84,7 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 _COPIES = _named("clone copy_ _to_copy _reshape_copy contiguous cat stack copy")
 # They write without having read what they write to.
 _OVERWRITES = _named("copy_ fill_ zero_")
-_MADE = _named("empty new_empty empty_like empty_strided new_empty_strided detach alias _local_scalar_dense lift_fresh")
+_MADE = _named("empty _unsafe_view _reshape_alias new_empty empty_like empty_strided new_empty_strided detach alias _local_scalar_dense lift_fresh")
 
 
 def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, flops: int) -> Work:
