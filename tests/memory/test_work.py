@@ -111,7 +111,10 @@ def test_dtype_and_kernels_have_classes_of_their_own() -> None:
     assert WorkKind.HALF_PRODUCTS_64 in kinds(nn.Linear(64, 64, dtype=torch.bfloat16), torch.randn(64, 64).bfloat16())
     assert WorkKind.PRODUCTS_64 in kinds(nn.Linear(64, 64), torch.randn(64, 64))
     dense = kinds(nn.Conv2d(16, 16, 3), torch.randn(2, 16, 8, 8))
-    assert {WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD} <= dense
+    assert {WorkKind.NARROW_CONVOLUTION, WorkKind.NARROW_CONVOLUTION_BACKWARD} <= dense
+    wide = kinds(nn.Conv2d(64, 96, 3), torch.randn(2, 64, 8, 8))
+    assert {WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD} <= wide
+    assert WorkKind.NARROW_CONVOLUTION in kinds(nn.Conv2d(128, 128, 3, groups=4), torch.randn(2, 128, 8, 8))
     assert WorkKind.GROUPED_CONVOLUTION in kinds(nn.Conv2d(16, 16, 3, groups=16), torch.randn(2, 16, 8, 8))
 
 

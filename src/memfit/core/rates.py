@@ -52,7 +52,10 @@ _OF_PRODUCTS: Mapping[str, tuple[float, float]] = {
     "attention-backward": (0.6, 0.5),
     "convolution": (0.6, 0.6),
     "convolution-backward": (0.5, 0.5),
+    "narrow-convolution": (0.35, 0.4),
+    "narrow-convolution-backward": (0.3, 0.3),
 }
+_WHATEVER_DTYPE = {"convolution-backward", "narrow-convolution", "narrow-convolution-backward"}
 # By class: amounts for each byte a second of memory. Elements: as many bytes each as the divisor.
 _OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
     WorkKind.PRODUCTS_1: (0.5, 0.4),
@@ -127,7 +130,7 @@ def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
     found = {WorkKind.FLOPS: Rate(products)}
     for name, shares in _OF_PRODUCTS.items():
         found[WorkKind(name)] = Rate(products * shares[column], DERIVED_SPREAD)
-        if name != "convolution-backward":
+        if name not in _WHATEVER_DTYPE:
             found[WorkKind(f"bf16-{name}")] = Rate(half * shares[column], DERIVED_SPREAD)
     found[WorkKind.FP16] = Rate(half * 0.8, DERIVED_SPREAD)
     for kind, shares in _OF_MEMORY.items():

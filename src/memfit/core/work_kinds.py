@@ -6,13 +6,13 @@ amounts by kind, which `prediction.clock` divides by the rates of a `Hardware`.
 [Note: classes of work]
 One rate for all operations is off by factors: on a processor a GELU by its formula with tanh passes
 0.6 billion elements a second, an addition moves 30 GB, and a product with eight rows reaches half
-of what one with 128 does, and that two thirds of one with 256. So each operation counts in the class whose operations take about equally
-long for an amount: floating point operations for products, by dtype and by the smallest of their
-three sizes (which bounds how often a value in cache is used again); bytes read and written where
-memory is what is waited for; elements where a function is; and every operation counts once besides,
-for what torch and Python spend on it, which is less where autograd calls it and more where somebody
-watches it. An amount is of the model alone, so plans that are lowered to equal steps have equal
-amounts, on each machine.
+of what one with 128 does, and that two thirds of one with 256. So each operation counts in the
+class whose operations take about equally long for an amount: floating point operations for
+products, by dtype and by the smallest of their three sizes (which bounds how often a value in cache
+is used again); bytes read and written where memory is what is waited for; elements where a function
+is; and every operation counts once besides, for what torch and Python spend on it, which is less
+where autograd calls it and more where somebody watches it. An amount is of the model alone, so
+plans that are lowered to equal steps have equal amounts, on each machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class WorkKind(StrEnum):
     FLOPS: floating point operations of products of an unknown class. PRODUCTS_N: of matrix products
     in fp32 whose smallest size is at least N (and below the next class's). BATCHED: of many small
     products at once. ATTENTION, CONVOLUTION: of kernels of their own, forward and backward;
-    GROUPED_CONVOLUTION: with sums of less than 64 products. HALF_...: the same in bf16;
+    NARROW_CONVOLUTION: of or to less than 64 channels; GROUPED_CONVOLUTION: with sums of less than 64
+    products. HALF_...: the same in bf16;
     FP16: any of them in fp16.
 
     STREAMED: bytes read and written by point-wise operations and copies; STREAMED_LARGE: the same
@@ -72,6 +73,8 @@ class WorkKind(StrEnum):
     ATTENTION_BACKWARD = "attention-backward"
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution-backward"
+    NARROW_CONVOLUTION = "narrow-convolution"
+    NARROW_CONVOLUTION_BACKWARD = "narrow-convolution-backward"
     GROUPED_CONVOLUTION = "grouped-convolution"
     HALF_PRODUCTS_256 = "bf16-products-256"
     HALF_PRODUCTS_128 = "bf16-products-128"

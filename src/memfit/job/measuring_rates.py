@@ -216,7 +216,7 @@ def _weight_gradient(rows: torch.Tensor, _: torch.Tensor, gradients: torch.Tenso
     return lambda: next(gradient).t() @ next(x)
 
 
-# The three products of a linear layer, of its rows, its weights and the gradients of what comes out.
+# The three products of a linear layer, of its rows, weights and gradients of its results.
 _LINEAR = _forward_of_cold, _input_gradient, _weight_gradient
 
 
@@ -267,16 +267,18 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
 
 def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
     half = (WorkKind.HALF_CONVOLUTION, WorkKind.HALF_CONVOLUTION)
-    full = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
+    wide = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
+    narrow = (WorkKind.NARROW_CONVOLUTION, WorkKind.NARROW_CONVOLUTION_BACKWARD)
     for inputs, outputs, size, kernel, stride in (
         (64, 64, 32, 3, 1),
         (128, 128, 16, 3, 1),
-        (24, 24, 32, 3, 1),
         (96, 96, 16, 1, 1),
-        (96, 24, 32, 1, 1),
-        (32, 96, 32, 1, 1),
         (96, 192, 32, 1, 2),
         (192, 96, 16, 3, 2),
+        (24, 24, 32, 3, 1),
+        (48, 48, 16, 3, 1),
+        (96, 24, 32, 1, 1),
+        (32, 96, 32, 1, 1),
     ):
 
         def make(
@@ -287,6 +289,7 @@ def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Itera
             return lambda: functional.conv2d(x, weight, padding=kernel // 2, stride=stride), (x, weight)
 
         flops = 2.0 * 4 * scale * inputs * outputs * kernel**2 * (size // stride) ** 2
+        full = narrow if min(inputs, outputs) < 64 else wide
         yield from _both(half if dtype is _HALF else full, (flops, 2 * flops), make)
     if dtype is _HALF:
         return

@@ -25,6 +25,8 @@ LARGE_BYTES = 48 << 20
 """
 # Products that a sum of a convolution has: below, it is no matrix product worth its name.
 _FEW_FACTORS = 64
+# Channels, of a group, that a wide convolution takes and gives at least.
+_FEW_CHANNELS = 64
 
 # Positions of the two factors among the arguments. Shapes are (..., m, k) and (..., k, n).
 _FACTORS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.mv: 0, aten.addmv: 1, aten._grouped_mm: 0}
@@ -84,7 +86,9 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 _COPIES = _named("clone copy_ _to_copy _reshape_copy contiguous cat stack copy")
 # They write without having read what they write to.
 _OVERWRITES = _named("copy_ fill_ zero_")
-_MADE = _named("empty _unsafe_view _reshape_alias new_empty empty_like empty_strided new_empty_strided detach alias _local_scalar_dense lift_fresh")
+_MADE = _named(
+    "empty _unsafe_view _reshape_alias new_empty empty_like empty_strided new_empty_strided detach alias _local_scalar_dense lift_fresh"
+)
 
 
 def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, flops: int) -> Work:
@@ -175,6 +179,8 @@ def _convolution_kind(weight: torch.Tensor, groups: int, *, is_backward: bool, i
         return WorkKind.GROUPED_CONVOLUTION
     if is_half:
         return WorkKind.HALF_CONVOLUTION
+    if min(weight.shape[0] // groups, weight.shape[1]) < _FEW_CHANNELS:
+        return WorkKind.NARROW_CONVOLUTION_BACKWARD if is_backward else WorkKind.NARROW_CONVOLUTION
     return WorkKind.CONVOLUTION_BACKWARD if is_backward else WorkKind.CONVOLUTION
 
 
