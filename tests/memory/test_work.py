@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan
@@ -15,6 +18,7 @@ from memfit.core.profile import CallProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind, summed
+from memfit.prediction import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 from memfit.scheduling.work_amounts import replayed_work, update_work
@@ -254,3 +258,69 @@ def test_short_attention_in_bf16_counts_its_rows_in_backward(places: int, dtype:
     else:
         backward = WorkKind.HALF_ATTENTION_BACKWARD if is_half else WorkKind.ATTENTION_BACKWARD
         assert amounts[backward] == pytest.approx(2.5 * flops) and WorkKind.HALF_ATTENTION_ROWS not in amounts
+
+
+def test_logits_and_what_the_loss_makes_of_them_are_a_category_of_their_own() -> None:
+    """A head behind equal layers: its result, cross-entropy's log-softmax and both gradients are of one size."""
+    words = 1000
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(16, words))
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(m(x), torch.zeros(len(x), dtype=torch.int64))
+
+    x = torch.randn(64, 16)
+    profile = memfit.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, x)
+    plan, logits = Plan(microbatches=1), 4 * 64 * words
+    moments = {m.action: m for m in predict(lower(build_step(plan, profile, clips_norm=False), plan, profile)).moments}
+    assert moments["forward C2 m0"].by_category["logits"] == 0
+    forward, seed, backward = (moments[f"{name} m0"] for name in ("forward C3", "seed", "backward C3"))
+    # The result goes when the loss has its log-softmax; then the gradients of both are there at once.
+    assert logits <= forward.by_category["logits"] <= 2 * logits + 4096
+    assert 2 * logits <= seed.by_category["logits"] <= 3 * logits + 4096
+    # The weight's and the activations' gradients are others'.
+    assert logits <= backward.by_category["logits"] <= logits + 4096
+    # The loss itself.
+    assert moments["backward C2 m0"].by_category["logits"] == 4
+
+
+class Counting(TorchDispatchMode):
+    """Counts how often operations that are no views read a storage, by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.reads.update(x.untyped_storage().nbytes() for x in found)
+        return func(*args, **(kwargs or {}))
+
+
+def test_uses_of_a_saved_storage_are_the_reads_that_a_dispatch_mode_sees() -> None:
+    """Of a size of its own: read by a function, a product with itself and a sum; in backward as autograd saves it."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 7 * HIDDEN), nn.Linear(7 * HIDDEN, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            return self.down(functional.gelu(h) + h * h)
+
+    model, x, size = nn.Sequential(Reader(), Reader()), torch.randn(ROWS, WIDTH), 4 * ROWS * 7 * HIDDEN
+    forward, backward = Counting(), Counting()
+    with forward:
+        loss = squared(model, x)
+    with backward:
+        loss.backward()
+    trace = traced(model, x).traces[ROWS]
+    held = [s for s in trace.storages if s.nbytes == size]
+    reads = sum(count for s in held for _, count in s.uses)
+    # h by GELU and twice by the product, the sum by the last layer; the two summands are not saved.
+    assert reads == forward.reads[size] - 2 * 2 == 2 * (3 + 1)
+    # Backward reads h for GELU and twice for the product, and the sum for the weight's gradient, beside gradients of that size.
+    assert sum(s.backward_uses for s in held) == 2 * (1 + 2 + 1) <= backward.reads[size]
+    assert all({segment for segment, _ in storage.uses} == {storage.segment} for storage in held)

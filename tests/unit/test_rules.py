@@ -52,7 +52,7 @@ def wide_profile() -> Profile:
 
 
 def activations_peak(timeline: Timeline) -> int:
-    return max(m.by_category["activation"] + m.by_category["transient"] for m in timeline.moments)
+    return max(sum(m.by_category[name] for name in ("activation", "logits", "transient")) for m in timeline.moments)
 
 
 def predicted(plan: Plan, profile: Profile) -> Timeline:

@@ -24,8 +24,9 @@ from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import Work
 
-CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
-"""Categories of bytes, as timelines and reports show them.
+CATEGORIES = ("weight", "gradient", "state", "activation", "logits", "transient", "staging")
+"""Categories of bytes, as timelines and reports show them. "logits": of what the call behind the
+repeated ones gives and the loss makes of it, gradients and what rises there among them.
 """
 
 

@@ -27,6 +27,8 @@ class StorageProfile:
             recomputes must hold it.
         last_use: last forward segment in which an operation reads it or a call receives it (or the
             one that made it).
+        uses: how often operations of the forward read it, by segment; views read nothing.
+        backward_uses: how often those of the backward do, where nothing is made again.
         held_until: last forward segment at whose end the program still holds it without autograd's
             having saved it (such as logits in an output object); equal to `last_use` if not held
             longer.
@@ -50,6 +52,8 @@ class StorageProfile:
     argument_of: tuple[int, ...] = ()
     given_apart: tuple[int, ...] = ()
     last_use: int = -1
+    uses: tuple[tuple[int, int], ...] = ()
+    backward_uses: int = 0
     held_until: int = -1
     leaves: bool = True
     is_unseen: bool = False

@@ -60,7 +60,7 @@ class Moment:
         start_s, end_s: seconds since the step began.
         busy_s: seconds of them that the main thread was on a processor; None: predicted.
         by_category: device bytes at the peak by category: "weight", "gradient", "state",
-            "activation", "transient", "staging".
+            "activation", "logits", "transient", "staging".
     """
 
     action: str

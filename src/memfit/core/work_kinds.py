@@ -27,9 +27,8 @@ class WorkKind(StrEnum):
     FLOPS: floating point operations of products of an unknown class. PRODUCTS_N: of matrix products
     in fp32 whose smallest size is at least N (and below the next class's). BATCHED: of many small
     products at once. ATTENTION, CONVOLUTION: of kernels of their own, forward and backward;
-    NARROW_CONVOLUTION: of or to less than 64 channels; GROUPED_CONVOLUTION: with sums of less than 64
-    products. HALF_...: the same in bf16;
-    FP16: any of them in fp16.
+    NARROW_CONVOLUTION: of or to less than 64 channels; GROUPED_CONVOLUTION: with sums of less than
+    64 products. HALF_...: the same in bf16; FP16: any of them in fp16.
 
     STREAMED: bytes read and written by point-wise operations and copies; STREAMED_LARGE: the same
     where an operation moves more than caches and pools hold. REDUCED: by sums. TRANSPOSED: by

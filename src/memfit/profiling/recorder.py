@@ -274,6 +274,9 @@ class TraceRecorder(TorchDispatchMode):
             )
         if not self.log.is_backward:
             record.last_use = self.log.segment
+            record.uses[self.log.segment] = record.uses.get(self.log.segment, 0) + (not is_view)
+        else:
+            record.backward_uses += not is_view
         return record
 
     def _note_written(self, written: Iterable[StorageRecord]) -> None:

@@ -63,6 +63,8 @@ class StorageRecord:
         argument_of: calls that it was given to.
         given_apart: calls among these that were given a tensor which no call had returned as it is.
         last_use: the last segment in which an operation read it.
+        uses: how often operations of the forward read it (views do not), by segment.
+        backward_uses: how often those of the backward do.
         freed_in: the segment in which it was freed; None: in backward, or never.
         freed_in_backward: it was freed in backward.
         is_trusted: what `known_values` knows of it still holds.
@@ -96,6 +98,8 @@ class StorageRecord:
     argument_of: set[int] = field(default_factory=set)
     given_apart: set[int] = field(default_factory=set)
     last_use: int = -1
+    uses: dict[int, int] = field(default_factory=dict[int, int])
+    backward_uses: int = 0
     freed_in: int | None = None
     freed_in_backward: bool = False
     is_trusted: bool = True

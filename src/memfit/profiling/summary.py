@@ -365,6 +365,8 @@ def _storages(step: TraceRecorder, held: Mapping[int, int]) -> tuple[StorageProf
             argument_of=tuple(sorted(record.argument_of)),
             given_apart=tuple(sorted(record.given_apart)),
             last_use=record.last_use,
+            uses=tuple((segment, count) for segment, count in sorted(record.uses.items()) if count),
+            backward_uses=record.backward_uses,
             held_until=max(record.last_use, -1 if _kept_by_function(record) else held.get(record.order, -1)),
             leaves=leaves(record.nbytes, is_movable=record.is_movable) and not _kept_by_function(record),
             is_unseen=bool(_kept_by_function(record)),

@@ -9,6 +9,10 @@ backward of the call that saved it. In between it is idle: kept, it takes its by
 seconds; recomputed it is gone; offloaded it is away. Idle byte-seconds of what is kept are what a
 plan can win.
 
+[Note: uses]
+A use is an operation that reads a storage: in forward; again in the second run of each call
+that recomputes, which repeats what that call's forward read; and in backward.
+
 [Note: break-even]
 To keep a storage costs its bytes for its idle seconds. To send it away and back takes its bytes
 twice over a link, hidden where it is idle for longer. To make it again takes its share, by bytes,
@@ -23,6 +27,7 @@ from typing import Any
 from memfit.core.numbered_names import joined_names
 from memfit.core.profile import TraceProfile
 from memfit.core.schedule import Backward, Forward, Schedule
+from memfit.core.storage_profile import StorageProfile
 from memfit.core.timeline import Timeline
 from memfit.report.memory_tables import trace_of
 from memfit.report.subject import ReportSubject
@@ -38,8 +43,8 @@ def lifetime_data(subject: ReportSubject) -> dict[str, Any]:
         saves beyond its arguments, bytes of its arguments, [begin, end] of its forward and of its
         backward in seconds, their actions' indices, and the seconds that recomputing it takes more
         than keeping what it saves (null: not known). "storages": the ones with the most idle
-        byte-seconds, with what moving one by each link, or making it again, takes; see [Note:
-        break-even].
+        byte-seconds, with the uses of one, and what moving one by each link, or making it again,
+        takes; see [Note: uses] and [Note: break-even].
     """
     trace, plan = trace_of(subject), subject.plan
     spans = _Spans(subject.schedule, subject.predicted)
@@ -106,6 +111,17 @@ def _break_even(trace: TraceProfile, subject: ReportSubject, saver: int, nbytes:
     }
 
 
+def _uses(storage: StorageProfile, trace: TraceProfile, subject: ReportSubject) -> dict[str, int]:
+    """How often operations read a storage, by when they do. See [Note: uses]."""
+    again = [
+        count
+        for segment, count in storage.uses
+        if segment >= 0 and trace.calls[segment].has_backward and subject.plan.call(segment).saved.policy.recomputes
+    ]
+    forward = sum(count for _, count in storage.uses)
+    return {"forward": forward, "recompute": sum(again), "backward": storage.backward_uses}
+
+
 def _idlest(trace: TraceProfile, subject: ReportSubject, spans: _Spans) -> list[dict[str, Any]]:
     """Returns the storages that lie idle longest in this step where their calls keep them; those
     of equal calls in one row, with the times of the first.
@@ -134,6 +150,7 @@ def _idlest(trace: TraceProfile, subject: ReportSubject, spans: _Spans) -> list[
                 "used_s": last_used_s,
                 "again_s": again_s,
                 "idle_byte_s": 0.0,
+                "uses": _uses(storage, trace, subject),
                 **_break_even(trace, subject, min(savers), storage.nbytes),
             },
         )

@@ -37,6 +37,7 @@ class ActivationBytes:
         self._costs = self._all_costs(schedule)
         self._done = [0] * schedule.microbatches
         self._live = [0] * schedule.microbatches
+        self._live_logits = [0] * schedule.microbatches
         # Backwards of the joint backward that are still to come; microbatches whose cut it has.
         self._joint_left = sum(isinstance(a, Backward) and not self.is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
@@ -78,12 +79,12 @@ class ActivationBytes:
             highest = rise if highest is None else max(highest, rise)
             self._change(m, cost)
             grown += cost.after_bytes - self._live[m] + kept
-            self._live[m] = cost.after_bytes
+            self._live[m], self._live_logits[m] = cost.after_bytes, cost.logits_bytes
             self._done[m] += 1
             moved += cost.moved_bytes
         rise = (highest or 0) + added
         if rise > 0:
-            draft.rise(Tier.DEVICE, "transient", str(action), rise)
+            draft.rise(Tier.DEVICE, "logits" if self._is_of_logits(action) else "transient", str(action), rise)
         elif rise < 0:
             # Activations go while gradients, counted from the begin on, come.
             draft.rise(Tier.DEVICE, "gradient", "gradients that come later", rise)
@@ -117,14 +118,27 @@ class ActivationBytes:
         self._draft.change("activation", f"cut of m{microbatch}", nbytes)
         return nbytes
 
+    def _is_of_logits(self, action: Action) -> bool:
+        """Tells whether an action computes logits or the loss."""
+        segment = self._facts[0].logits_segment
+        if isinstance(action, Forward):
+            return self._segment[action.first] == segment
+        return isinstance(action, Seed) and segment is not None
+
     def _change(self, microbatch: int, cost: EventCost) -> None:
         if not self._is_itemized:
-            self._draft.change("activation", f"m{microbatch}", cost.after_bytes - self._live[microbatch])
+            logits = cost.logits_bytes - self._live_logits[microbatch]
+            others = cost.after_bytes - self._live[microbatch] - logits
+            self._draft.change("activation", f"m{microbatch}", others)
+            self._draft.change("logits", f"m{microbatch}", logits)
             return
         done = self._done[microbatch]
-        before: Mapping[str, int] = self._costs[microbatch][done - 1].owners if done else {}
+        last = self._costs[microbatch][done - 1] if done else None
+        before: Mapping[str, int] = last.owners if last else {}
+        of_logits = cost.logits_owners | (last.logits_owners if last else cost.logits_owners)
         for owner in dict.fromkeys([*before, *cost.owners]):
-            self._draft.change("activation", owner, cost.owners.get(owner, 0) - before.get(owner, 0))
+            change = cost.owners.get(owner, 0) - before.get(owner, 0)
+            self._draft.change("logits" if owner in of_logits else "activation", owner, change)
 
     def _all_costs(self, schedule: Schedule) -> list[tuple[EventCost, ...]]:
         is_training = any(isinstance(a, Seed) for a in schedule)

@@ -56,15 +56,19 @@ class EventCost:
     Attributes:
         rise_bytes: most bytes above those alive before the event, while it runs.
         after_bytes: alive after it.
+        logits_bytes: of these, logits and what the loss makes of them.
         moved_bytes: leaving or coming back (offload, reload).
         owners: `after_bytes` by what made them, where that was asked for: a call ("C5"), "before
             the first call", a reload ("reload C5"), "gradients of activations", "selected".
+        logits_owners: those of them that hold `logits_bytes`.
     """
 
     rise_bytes: int
     after_bytes: int
+    logits_bytes: int
     moved_bytes: int = 0
     owners: Mapping[str, int] = field(default_factory=dict[str, int])
+    logits_owners: frozenset[str] = frozenset()
 
 
 class Lifetimes:
@@ -80,6 +84,9 @@ class Lifetimes:
         self.alive_bytes = 0
         self.extra_bytes = 0
         self.gradient_bytes = 0
+        # Of the alive ones, and of the gradients.
+        self.logits_bytes = 0
+        self.logits_gradient_bytes = 0
         self._on_forward: dict[int, list[StorageProfile]] = {}
         self._on_backward: dict[int, list[StorageProfile]] = {}
         self._on_drop: dict[int, list[StorageProfile]] = {}
@@ -95,19 +102,33 @@ class Lifetimes:
             if index == last:
                 self._end()
             after = self.alive_bytes + self.extra_bytes + self.gradient_bytes + sum(self.copies.values())
-            owners = self._owners() if self._is_itemized else {}
-            costs.append(EventCost(rise_bytes=rise, after_bytes=after, moved_bytes=moved, owners=owners))
+            logits = self.logits_bytes + self.logits_gradient_bytes
+            owners, of_logits = self._owners() if self._is_itemized else ({}, frozenset[str]())
+            costs.append(
+                EventCost(
+                    rise_bytes=rise, after_bytes=after, logits_bytes=logits, moved_bytes=moved,
+                    owners=owners, logits_owners=of_logits,
+                )
+            )  # fmt: skip
         return tuple(costs)
 
-    def _owners(self) -> dict[str, int]:
+    def _is_of_logits(self, s: StorageProfile) -> bool:
+        return s.segment >= 0 and self.facts.segment_of[s.segment] == self.facts.logits_segment
+
+    def _owners(self) -> tuple[dict[str, int], frozenset[str]]:
         owners: Counter[str] = Counter()
+        of_logits = {"gradients of logits"}
         for s in self.alive.values():
-            owners[f"C{s.segment}" if s.segment >= 0 else "before the first call"] += s.nbytes
+            owner = f"C{s.segment}" if s.segment >= 0 else "before the first call"
+            owners[owner] += s.nbytes
+            if self._is_of_logits(s):
+                of_logits.add(owner)
         for segment, nbytes in self.copies.items():
             owners[f"reload C{self.facts.shape.segments[segment][0]}"] += nbytes
-        owners["gradients of activations"] = self.gradient_bytes
+        owners["gradients of logits"] = self.logits_gradient_bytes
+        owners["gradients of activations"] = self.gradient_bytes - self.logits_gradient_bytes
         owners["selected"] = self.extra_bytes
-        return dict(owners)
+        return dict(owners), frozenset(of_logits)
 
     def _final(self, events: Sequence[tuple[ActivationEvent, int]]) -> ActivationEvent:
         kinds = {event for event, _ in events}
@@ -147,6 +168,7 @@ class Lifetimes:
                 for s in self._on_backward.pop(SEED, ()):
                     self._let_go(s)
                 self.gradient_bytes = facts.gradient_bytes[-1]
+                self.logits_gradient_bytes = 0 if facts.logits_segment is None else self.gradient_bytes
                 count = len(facts.trace.calls)
                 held = self._alive_bytes_of(count)
                 return facts.trace.seed_peak_bytes + held, 0
@@ -174,6 +196,7 @@ class Lifetimes:
                 self.keepers[s.index] = count
                 self.alive[s.index] = s
                 self.alive_bytes += s.nbytes
+                self.logits_bytes += s.nbytes if self._is_of_logits(s) else 0
 
     def _first_segment_after(self, call: int) -> int:
         """Returns the first segment whose end lies behind the end of `call`: from there on use no
@@ -226,6 +249,7 @@ class Lifetimes:
             del self.keepers[s.index]
             del self.alive[s.index]
             self.alive_bytes -= s.nbytes
+            self.logits_bytes -= s.nbytes if self._is_of_logits(s) else 0
 
     def _back(self, segment: int, moves: set[int]) -> int:
         facts = self.facts
@@ -237,6 +261,7 @@ class Lifetimes:
         self.extra_bytes -= facts.selected_bytes(segment)
         self.extra_bytes -= facts.extra_held_bytes(segment, leaves=False if segment in moves else None)
         self.gradient_bytes = facts.gradient_bytes[first]
+        self.logits_gradient_bytes = 0
         return facts.backward_rise(segment) + still_held
 
     def _alive_bytes_of(self, call: int) -> int:
@@ -252,4 +277,5 @@ class Lifetimes:
         for lists in (self._on_forward, self._on_backward, self._on_drop):
             lists.clear()
         self.alive_bytes = sum(s.nbytes for s in self.alive.values())
-        self.extra_bytes = self.gradient_bytes = 0
+        self.logits_bytes = sum(s.nbytes for s in self.alive.values() if self._is_of_logits(s))
+        self.extra_bytes = self.gradient_bytes = self.logits_gradient_bytes = 0

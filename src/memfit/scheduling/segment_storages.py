@@ -45,6 +45,14 @@ class SegmentStorages(TraceStorages):
         return tuple(i for i, (first, last) in enumerate(self.shape.segments) for _ in range(first, last + 1))
 
     @cached_property
+    def logits_segment(self) -> int | None:
+        """Segment of the last call, unless that is one of a series: it makes the logits, and the
+        loss comes behind it.
+        """
+        calls = self.trace.calls
+        return self.segment_of[-1] if calls and not calls[-1].is_repeated else None
+
+    @cached_property
     def made_in(self) -> dict[int, list[StorageProfile]]:
         """Storages by the segment that makes them; -1: the prologue."""
         made: dict[int, list[StorageProfile]] = {}

@@ -202,6 +202,22 @@ def test_idle_time_is_from_the_last_use_in_forward_to_the_backward_that_needs_it
     assert inside is lifetimes["storages"][0]
 
 
+def test_what_a_call_that_recomputes_has_read_is_read_again() -> None:
+    def told(plan: Plan) -> dict[str, int]:
+        found = subject_of(plan)
+        traces = {
+            rows: replace(
+                trace, storages=tuple(replace(s, uses=((s.segment, 3),), backward_uses=2) for s in trace.storages)
+            )
+            for rows, trace in found.profile.traces.items()
+        }
+        lifetimes = page_data(subject_of(plan, profile=replace(found.profile, traces=traces)))["lifetimes"]
+        return next(row["uses"] for row in lifetimes["storages"] if row["nbytes"] == 8 * U)
+
+    assert told(Plan()) == {"forward": 3, "recompute": 0, "backward": 2}
+    assert told(recomputing_all()) == {"forward": 3, "recompute": 3, "backward": 2}
+
+
 def test_keeping_moving_and_making_again_have_a_break_even() -> None:
     plain, again = subject_of(Plan()), subject_of(recomputing_all())
     lifetimes = page_data(plain)["lifetimes"]

@@ -82,7 +82,7 @@ const KINDS = { start: "forward", forward: "forward", seed: "backward", joint: "
 const kindOf = (action) => KINDS[action.split(" ", 1)[0]] || "other";
 const color = (name) => `var(--${name})`;
 const STALLS = ["fetch", "reload", "offload", "accumulate"];
-const CATEGORIES = { weight: "weights", state: "optimizer states", gradient: "gradients", activation: "saved activations", transient: "transients", staging: "staging", base: "held before tensors" };
+const CATEGORIES = { weight: "weights", state: "optimizer states", gradient: "gradients", activation: "saved activations", logits: "logits and loss", transient: "transients", staging: "staging", base: "held before tensors" };
 const known = Object.keys(CATEGORIES).filter((c) => P.by[c]);
 const categories = [...known, ...Object.keys(P.by).filter((c) => !CATEGORIES[c])];
 const categoryColor = (c) => color(CATEGORIES[c] ? c : "other");
@@ -580,8 +580,8 @@ function setUpLifetimes() {
   }
   if (!L.calls.length) { $("lifetimes-chart").remove(); return; }
   const most = Math.max(...L.storages.map((r) => r.idle_byte_s));
-  const rows = L.storages.filter((r) => r.idle_byte_s >= most / 2000).map((r) => [r.made_by || "(model)", r.saved_by || "(model)", r.policy, r.count, bytes(r.nbytes), ...(hasSeconds ? [seconds(r.used_s - r.made_s), seconds(Math.max(0, r.again_s - r.used_s)), `${(r.idle_byte_s / 2 ** 30).toPrecision(3)} GiB s`, r.recompute_s === null ? "" : seconds(r.recompute_s), Object.entries(r.reload_s).map(([tier, t]) => `${tier} ${seconds(t)}`).join(", "), r.break_even_bytes_per_s === null ? "" : `${bytes(r.break_even_bytes_per_s)}/s`] : [])]);
-  if (rows.length) $("lifetimes-table").append(table("Saved storages with the most idle byte-seconds, where their calls keep them", [["made in", "text"], ["saved by", "text"], ["policy", "text"], ["storages", ""], ["bytes of one", ""], ...(hasSeconds ? [["in use, first one", ""], ["idle, first one", ""], ["idle byte-seconds, all", ""], ["made again in", ""], ["moved in", ""], ["a link as fast", ""]] : [])], rows));
+  const rows = L.storages.filter((r) => r.idle_byte_s >= most / 2000).map((r) => [r.made_by || "(model)", r.saved_by || "(model)", r.policy, r.count, bytes(r.nbytes), `${r.uses.forward} + ${r.uses.recompute} + ${r.uses.backward}`, ...(hasSeconds ? [seconds(r.used_s - r.made_s), seconds(Math.max(0, r.again_s - r.used_s)), `${(r.idle_byte_s / 2 ** 30).toPrecision(3)} GiB s`, r.recompute_s === null ? "" : seconds(r.recompute_s), Object.entries(r.reload_s).map(([tier, t]) => `${tier} ${seconds(t)}`).join(", "), r.break_even_bytes_per_s === null ? "" : `${bytes(r.break_even_bytes_per_s)}/s`] : [])]);
+  if (rows.length) $("lifetimes-table").append(table("Saved storages with the most idle byte-seconds, where their calls keep them", [["made in", "text"], ["saved by", "text"], ["policy", "text"], ["storages", ""], ["bytes of one", ""], ["reads in forward + made again + backward", ""], ...(hasSeconds ? [["in use, first one", ""], ["idle, first one", ""], ["idle byte-seconds, all", ""], ["made again in", ""], ["moved in", ""], ["a link as fast", ""]] : [])], rows));
 }
 
 // ---- from plain training to the plan ----
