@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,3 +264,33 @@ def test_a_refusal_names_a_limit_that_holds_what_the_search_took_of_the_process(
     with pytest.raises(DoesNotFitError) as caught:
         choose_in_room(None, budget, choose)  # type: ignore[arg-type]
     assert caught.value.smallest_limit_bytes == (100 + 7 + 50 + 4) << 20
+
+
+@pytest.mark.parametrize(("grows", "is_found"), [((7, 3, 3, 2, 1, 1, 1, 1), True), ((1, 60, 60), False)])
+def test_a_plan_is_taken_only_if_it_fits_beside_what_its_own_search_took(
+    grows: tuple[int, ...], is_found: bool
+) -> None:
+    """Each search takes of the process, and finds plans of 40 MiB and more, whose kernels take 42 of a limit of 250."""
+    held, searches = [100], [0]
+
+    def budget(_: Profile, plan: object = None) -> Budget:
+        return Budget(limit_bytes=250 << 20, base_bytes=(held[0] + (42 if plan else 0)) << 20, reserve_bytes=0)
+
+    def choose(_: Profile, room: Budget) -> Any:
+        held[0] += grows[searches[0]]
+        searches[0] += 1
+        assert room.tensor_bytes is not None
+        if room.tensor_bytes < 40 << 20:
+            raise Refusal(budget=room, peak_bytes=40 << 20, plan="p", report="", advice=(), varies=True).error()
+        peak = SimpleNamespace(timeline=SimpleNamespace(peak_bytes=room.tensor_bytes))
+        return SimpleNamespace(profile=None, plan="a plan", found=peak)
+
+    if is_found:
+        chosen, left = choose_in_room(None, budget, choose)  # type: ignore[arg-type]
+        assert left.base_bytes == (held[0] + 42) << 20
+        assert left.tensor_bytes is not None
+        assert 40 << 20 <= chosen.found.timeline.peak_bytes <= left.tensor_bytes
+        return
+    with pytest.raises(DoesNotFitError) as caught:
+        choose_in_room(None, budget, choose)  # type: ignore[arg-type]
+    assert (caught.value.smallest_limit_bytes or 0) > 250 << 20

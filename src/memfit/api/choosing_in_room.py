@@ -7,6 +7,7 @@ smallest limit holds what a search takes.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,8 +17,9 @@ from memfit.core.limits import Budget
 from memfit.core.profile import Profile
 from memfit.planning.refusals import Refusal
 
-# To look for a plan took 2 MiB of a process at first, and next to nothing when it was done again.
-_MOST_CHOICES = 3
+# To look for a plan takes 2 to 7 MiB of a process, and less each time that it is done again.
+_MOST_CHOICES = 6
+_ADVICE = ("a larger limit", "a process that holds less before memfit.fit")
 
 
 def choose_in_room(
@@ -34,23 +36,28 @@ def choose_in_room(
 
     Returns:
         The plan, and what is left to its tensors.
+
+    Raises:
+        DoesNotFitError: no plan fits, or none that was found did when it had been found.
     """
-    try:
-        chosen = choose(found, budget(found))
-    except DoesNotFitError as error:
-        raise _beside_a_search(error, found, budget) from None
-    missing = 0
-    for _ in range(1, _MOST_CHOICES):
-        left = budget(chosen.profile, chosen.plan)
-        if left.tensor_bytes is None or chosen.found.timeline.peak_bytes <= left.tensor_bytes:
-            return chosen, left
-        missing += chosen.found.timeline.peak_bytes - left.tensor_bytes
-        again = budget(found)
+    missing, room = 0, budget(found)
+    for attempt in itertools.count(1):
         try:
-            chosen = choose(found, replace(again, base_bytes=again.base_bytes + missing))
+            chosen = choose(found, replace(room, base_bytes=room.base_bytes + missing))
         except DoesNotFitError as error:
             raise _beside_a_search(error, found, budget) from None
-    return chosen, budget(chosen.profile, chosen.plan)
+        left = budget(chosen.profile, chosen.plan)
+        peak = chosen.found.timeline.peak_bytes
+        if left.tensor_bytes is None or peak <= left.tensor_bytes:
+            return chosen, left
+        if attempt == _MOST_CHOICES:
+            last = "the plan that was found last"
+            refusal = Refusal(budget=left, peak_bytes=peak, plan=last, report="", advice=_ADVICE, varies=True)
+            raise _beside_a_search(refusal.error(), found, budget)
+        before, room = room, budget(found)
+        # The next search may take as much of the process as the last one did.
+        missing += peak - left.tensor_bytes + max(0, room.base_bytes - before.base_bytes)
+    raise AssertionError
 
 
 def _beside_a_search(error: DoesNotFitError, found: Profile, budget: Callable[..., Budget]) -> DoesNotFitError:
