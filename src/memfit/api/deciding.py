@@ -16,7 +16,7 @@ import torch
 
 from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
 from memfit.api.choosing_in_room import choose_in_room
-from memfit.api.fitting_checks import check_fits, cut_for
+from memfit.api.fitting_checks import check_fits, checks_split, cut_for, with_check
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.api.parts_plan import plan_of_parts, told_of_road
 from memfit.batches.batch import UncuttableError
@@ -207,13 +207,14 @@ def _begin_checked(planned: Planned, sample: Any, found: Profile) -> StepRunner:
 
     If a check fails, everything is given back.
     """
+    planned = with_check(planned, sample, found)
     runner, setup = begin_steps(planned), planned.setup
     try:
         if planned.plan.compute_dtype is not ComputeDtype.GIVEN:
             check_dtype(runner.assembly, sample)
         if found.counts_losses:
             check_counted(runner.assembly, sample)
-        if planned.plan.microbatches > 1 and not found.own_parts and NONADDITIVE not in setup.allow:
+        if checks_split(setup, planned.plan, found):
             if found.source == "fake":
                 setup.problem.check_rows(sample)
             check_split(runner.assembly, sample)
