@@ -2,6 +2,15 @@
 
 In: `SegmentFacts`, a schedule. Out: what each action changes of them, how high it rises, and which
 bytes it moves, in an `OperationDraft`. What one microbatch holds by itself is in `lifetimes`.
+
+[Note: losses in turn]
+Losses that begin their backward together are all seeds of one backward pass, which runs the node
+that was made last first. The last call ran forward microbatch by microbatch, each followed by its
+code behind that call. So what is behind a microbatch's last call is differentiated right before
+that call's backward: for the first microbatch in the seed, for each other one at the end of the
+backward of the microbatch before, above what that has left. Where the last call has no backward,
+its turn through the microbatches lies behind all calls that have one: the seed goes through all
+losses, one by one.
 """
 
 from __future__ import annotations
@@ -41,6 +50,9 @@ class ActivationBytes:
         # Backwards of the joint backward that are still to come; microbatches whose cut it has.
         self._joint_left = sum(isinstance(a, Backward) and not self.is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
+        # Microbatches of backwards that are still to come, last to first; and those whose seed is.
+        self._backwards = [a.microbatch for a in reversed(schedule.actions) if isinstance(a, Backward)]
+        self._unseeded: set[int] = set()
 
     def is_of_tail(self, action: Action) -> bool:
         """Returns True for a backward of the tail."""
@@ -56,8 +68,7 @@ class ActivationBytes:
     def advance(self, action: Action, microbatches: Sequence[int], *, added: int = 0, relief: int = 0) -> int:
         """Takes the activations of microbatches through their next event.
 
-        Several losses that begin their backward together are gone through one by one: each rises
-        above what the earlier ones left.
+        See [Note: losses in turn].
 
         Args:
             action: that does it.
@@ -68,27 +79,51 @@ class ActivationBytes:
         Returns:
             The bytes that it moves.
         """
-        draft = self._draft
-        draft.during = list(draft.changes)
+        self._draft.during = list(self._draft.changes)
+        is_backward = isinstance(action, Backward)
+        if isinstance(action, Seed) and self._shape.has_backward[-1:] == (True,):
+            microbatches, later = microbatches[:1], microbatches[1:]
+            self._unseeded.update(later)
+        if is_backward:
+            self._backwards.pop()
+        # Of an illegal schedule: its own seed is still to come.
+        before = [m for m in microbatches if is_backward and m in self._unseeded]
+        highest, moved, grown = self._advance_all(action, [*before, *microbatches], relief)
+        highest += added
+        if is_backward and self._backwards and self._backwards[-1] in self._unseeded:
+            seeds, _, _ = self._advance_all(action, self._backwards[-1:], 0)
+            highest = max(highest, grown + seeds)
+        if highest > 0:
+            category = "logits" if self._is_of_logits(action) else "transient"
+            self._draft.rise(Tier.DEVICE, category, str(action), highest)
+        elif highest < 0:
+            # Activations go while gradients, counted from the begin on, come.
+            self._draft.rise(Tier.DEVICE, "gradient", "gradients that come later", highest)
+        return moved
+
+    def _advance_all(self, action: Action, microbatches: Sequence[int], relief: int) -> tuple[int, int, int]:
+        """Takes microbatches through their next event one by one: each rises above what the earlier
+        ones left.
+
+        Returns:
+            How high they rise above what was there before, the bytes that are moved, and what there
+            is more behind them.
+        """
         moved = grown = 0
         highest: int | None = None
         for m in microbatches:
+            is_seed = m in self._unseeded
+            self._unseeded.discard(m)
             cost = self._costs[m][self._done[m]]
-            kept = self._keep_cut(action, m)
-            rise = grown + cost.rise_bytes - relief + kept
+            kept = 0 if is_seed else self._keep_cut(action, m)
+            rise = grown + cost.rise_bytes + kept - (0 if is_seed else relief)
             highest = rise if highest is None else max(highest, rise)
             self._change(m, cost)
             grown += cost.after_bytes - self._live[m] + kept
             self._live[m], self._live_logits[m] = cost.after_bytes, cost.logits_bytes
             self._done[m] += 1
             moved += cost.moved_bytes
-        rise = (highest or 0) + added
-        if rise > 0:
-            draft.rise(Tier.DEVICE, "logits" if self._is_of_logits(action) else "transient", str(action), rise)
-        elif rise < 0:
-            # Activations go while gradients, counted from the begin on, come.
-            draft.rise(Tier.DEVICE, "gradient", "gradients that come later", rise)
-        return moved
+        return highest or 0, moved, grown
 
     def relief_bytes(self, segment: int, microbatch: int, arrival: Arrival) -> int:
         """Returns the bytes that a backward rises less by, because gradients come later than they

@@ -27,7 +27,7 @@ from memfit.scheduling.sizes import (
     weight_home_bytes,
 )
 
-# State of torch's generator on a processor.
+# State of torch's generator on a processor. An accelerator's are some bytes of host memory.
 _GENERATOR_BYTES = 5056
 
 
@@ -58,10 +58,12 @@ def resting_bytes(
     if batch_bytes:
         yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
     if plan.ranks > 1:
-        yield ByteChange(Tier.DEVICE, "transient", "numbers of ranks", _numbers_bytes(plan))
+        yield ByteChange(Tier.DEVICE, "transient", "numbers of ranks", ALIGNMENT_BYTES)
+    beside = Tier.DEVICE if is_processor(device) else Tier.HOST
+    if plan.microbatches > 1:
+        yield ByteChange(beside, "staging", "random numbers", _random_bytes(plan.microbatches))
     if lasting := facts.lasting_bytes:
         yield ByteChange(Tier.DEVICE, "activation", "kept by the program", lasting)
-    beside = Tier.DEVICE if is_processor(device) else Tier.HOST
     if staging_bytes:
         yield ByteChange(beside, "staging", "disk buffers", staging_bytes)
     if uses_disk(plan, shape) and beside is Tier.HOST:
@@ -78,11 +80,11 @@ def resting_bytes(
         )
 
 
-def _numbers_bytes(plan: Plan) -> int:
-    """A page for what ranks tell each other in a step; with several microbatches, a state of the
-    random generator for each, and two for those that take turns (`tensors.random_streams`).
+def _random_bytes(microbatches: int) -> int:
+    """A state of torch's generator for each microbatch, and two for those that take turns; one is
+    there while the others' seeds are drawn (`tensors.random_streams`).
     """
-    return ALIGNMENT_BYTES + (plan.microbatches > 1) * (plan.microbatches + 2) * _GENERATOR_BYTES
+    return (microbatches + 2) * _GENERATOR_BYTES
 
 
 def _of_block(plan: Plan, profile: Profile, index: int, *, is_visiting: bool) -> Iterable[ByteChange]:
