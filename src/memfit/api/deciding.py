@@ -19,6 +19,7 @@ from memfit.api.choosing_in_room import choose_in_room
 from memfit.api.fitting_checks import check_fits, checks_split, cut_for, with_check
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.api.parts_plan import plan_of_parts, told_of_road
+from memfit.api.ranks_again import plan_again
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
 from memfit.batches.parts import ByParts, Parts
@@ -271,6 +272,10 @@ def replan(
     if below_bytes is not None and budget.tensor_bytes is not None:
         margin_bytes += max(0, budget.tensor_bytes - below_bytes)
     budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
+    if setup.ranks is not None:
+        how = {"adds_up": adds_up, "why": "there are several ranks", "load_bytes": setup.load_bytes}
+        make = partial(make_planned, setup, batch, **how)
+        return plan_again(setup, setup.ranks, batch, budget, make, like=like, may_split=adds_up is not False)
     if plan is not None:
         found = trace(setup, batch, plan)
         reason = "it was measured to be faster."

@@ -72,7 +72,6 @@ def begin_over_ranks(
         UnsupportedError: something that works on one process only was asked for.
     """
     asked = {
-        'on_breach="replan"': setup.replans,
         "adapt=True": setup.adapts,
         "lines=": setup.lines_sample is not None,
     }

@@ -250,6 +250,13 @@ class RunCheckpointer(Checkpointer):
         if self.run.is_resumed:
             run_state.give_random(part(self.run.state, "random", dict))
         self.registry.note_positions()
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Commits the first version of a store that is new; see `begin`, and `RunStore.is_new`.
+
+        Behind an exchange of plans what is registered stands where the last commit has it.
+        """
         if self.run.is_new:
             # nothing is in the store yet
             self.note_changed(block.index for block in self._of.blocks)

@@ -94,6 +94,7 @@ class RankRunStore(RunStore):
         self._resumed = RankResumed(self, ranks)
         self.resumed, self.commits = self._resumed, RankCommits(self, ranks)
         self.set_number = 0
+        self.step_before: int | None = None
         self.shares: Shares = {}
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         try:
@@ -184,6 +185,17 @@ class RankRunStore(RunStore):
             io=self.io,
         )
 
+    def go_back(self) -> None:
+        """See `RunStore.go_back`: all ranks, whose next plan may cut the homes elsewhere."""
+        self.step_before = self.commits.last_step
+        self.committed.close()
+        self._committed = None
+        # A store that is open to be written can be read by nobody else.
+        agree(self._ranks, "the run's last commit")
+        stores = [self.path(self.set_number, rank) for rank in range(self._ranks.size)]
+        self.state = self._resumed.open(stores)
+        self.is_resumed = True
+
     @property
     def is_new(self) -> bool:
         """See `RunStore.is_new`."""
@@ -213,7 +225,7 @@ class RankResumed(ResumedCommit):
         self._own = run
         self._ranks = ranks
         self._stores: list[CommittedStore] = []
-        self._states: list[dict[str, Any]] = []
+        self._states: list[dict[str, Any]] = []  # of the stores; they stay when these are closed
         self._found: Mapping[tuple[str, str], Sequence[tuple[int, TensorShare]]] = {}
 
     def open(self, directories: Sequence[Path]) -> dict[str, Any]:
@@ -222,6 +234,7 @@ class RankResumed(ResumedCommit):
         Raises:
             StoreError: one is missing, damaged, or of another step.
         """
+        self._states.clear()
         for rank, directory in enumerate(directories):
             store = CommittedStore.open(
                 directory,
@@ -328,6 +341,11 @@ class RankCommits(Commits):
         self._own = run
         self._ranks = ranks
         self._has_voted = False
+
+    @property
+    def last_step(self) -> int | None:
+        """See `Commits.last_step`: while a new set is filled, that of the one before."""
+        return self._own.step_before if self._own.is_new else self.run.committed.committed_step
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001, a vote
         """See `Commits.any`."""

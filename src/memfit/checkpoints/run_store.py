@@ -318,6 +318,11 @@ class Commits:
     def __init__(self, run: RunStore) -> None:
         self.run = run
 
+    @property
+    def last_step(self) -> int | None:
+        """Step of the run's last commit; None before the first."""
+        return self.run.committed.committed_step
+
     def any(self, flag: bool) -> bool:  # noqa: FBT001, a vote
         """Tells whether any of the processes that commit together says so."""
         return flag

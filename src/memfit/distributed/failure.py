@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 
 _WAITS = timedelta(minutes=10)
 _CLOSED = ""
+_GOES_ON = "goes on"
 _LONGEST = 4000
 _LOOKS = 10
 _BETWEEN_LOOKS_S = 0.01
@@ -92,6 +93,35 @@ class FailureWatch:
             return self._store.get(key).decode(errors="replace") if self._store.check([key]) else _CLOSED
         except dist.DistError:
             return _CLOSED
+
+    def meet(self, refusal: str | None, timeout_s: float) -> str | None:
+        """Meets the other ranks behind a failure, when nobody is in a collective any more. Each
+        comes once.
+
+        Args:
+            refusal: why this rank does not go on; then it waits for nobody.
+            timeout_s: longest wait.
+
+        Returns:
+            None if all go on; else why they do not.
+        """
+        key = f"{self._prefix}/again"
+        try:
+            self._store.set(f"{key}/{self._rank}", _GOES_ON if refusal is None else refusal[:_LONGEST])
+            ends_s = time.monotonic() + timeout_s
+            for rank in range(self._size) if refusal is None else ():
+                while not self._store.check([f"{key}/{rank}"]):
+                    if lost := self._lost():
+                        return f"rank {', '.join(map(str, lost))} was lost"
+                    if time.monotonic() > ends_s:
+                        return f"rank {rank} hangs"
+                    time.sleep(_BETWEEN_LOOKS_S)
+                said = self._store.get(f"{key}/{rank}").decode(errors="replace")
+                if said != _GOES_ON:
+                    return said
+        except dist.DistError as error:
+            return f"the store of the process group was lost ({str(error).splitlines()[0]})"
+        return refusal
 
     def _lost(self) -> list[int]:
         here = socket.gethostname()

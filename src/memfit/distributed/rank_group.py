@@ -44,10 +44,13 @@ class RankGroup:
     """
 
     def __init__(self, group: Group, store: Store | None, prefix: str) -> None:
-        self._group = group
         self.rank, self.size = rank_and_size(group)
         self.received: Counter[str] = Counter()
         self._dropping = threading.Lock()
+        self._begin(group, store, prefix)
+
+    def _begin(self, group: Group, store: Store | None, prefix: str) -> None:
+        self._group, self._store, self._prefix = group, store, prefix
         # Weak: both threads live as long as the process if nobody closes the group.
         own: weakref.ref[RankGroup] = weakref.ref(self)
         self._thread = CollectiveThread("memfit-ranks", lambda error: _notice(own, error), lambda: _drop(own))
@@ -113,6 +116,38 @@ class RankGroup:
             return False
         self._drop_group()
         return True
+
+    def renew(self, refusal: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Makes the group anew behind a failure that all ranks have survived. All of them call it,
+        also one that does not go on, so that nobody waits for it.
+
+        A rank that is killed after all have met, while sockets are made, is noticed by the timeout
+        of that alone, or by `torchrun`, which ends the others.
+
+        Args:
+            refusal: why this rank does not go on; then the others raise it.
+            timeout_s: of the collectives from then on, and of the wait for the other ranks.
+
+        Raises:
+            PeerError: another rank does not go on, or was lost; the group stays as it is.
+        """
+        assert self.failure is not None, "a group without a failure goes on as it is"
+        watch = self._watch
+        if watch is None or refusal is not None:
+            if watch is not None:
+                watch.meet(refusal, timeout_s)
+            return
+        # First: a collective that still runs touches memory that the job is about to give up.
+        why = None if self._thread.close(timeout_s) else "a collective still runs"
+        why = watch.meet(None if why is None else f"rank {self.rank}: {why}", timeout_s)
+        if why is not None:
+            raise PeerError(why)
+        store, prefix = self._store, f"{self._prefix}/again"
+        self.close()
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=_backend())
+        if not isinstance(group, dist.ProcessGroup):
+            raise PeerError("this process is not a member of the default process group")
+        self._begin(group, store, prefix)
 
     def _drop_group(self) -> None:
         with self._dropping:

@@ -14,6 +14,11 @@ margin, larger with each try, for what no trace foresees. It must also be predic
 that margin, than the plan before: so tries end, at the latest after `TRIES`. Where none does,
 nothing is left to go on with: the job is closed, and its last commit is whole.
 
+On several ranks a breach ends the ranks' group, and each of them its step with it. All are alive:
+they meet, make the group anew, and take the run up together under one plan, which must be
+predicted to take less on the rank that met its limit. A rank that has failed by something else
+says so where the others wait, and the job is over on all.
+
 *A prediction.* Nothing has begun. The plan is looked for while the one before still has its homes,
 which are not counted: they go with it. Where none fits, nothing was changed, and the job goes on.
 Once for a batch: the plan that comes is predicted to fit it; if it meets the limit even so, that is
@@ -40,12 +45,14 @@ from memfit.core.hardware import Hardware
 from memfit.core.log import LOG
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
+from memfit.distributed.agreement import agree
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.feedback import GAIN, step_seconds
 from memfit.job.forward_passes import check_split
 from memfit.job.interrupts import Interrupts
 from memfit.job.plan_checks import other_sums
 from memfit.job.setup import Planned, Replan
+from memfit.job.together import failing_together
 
 TRIES = 3
 """Plans that one step may be tried under after the one that met the limit."""
@@ -95,25 +102,32 @@ class BreachReport:
 
 
 def assemble_tighter(
-    before: Assembly, error: LimitBreachError, batch: Any, attempt: int, replan: Replan, interrupts: Interrupts
+    before: Assembly, error: MemfitError, batch: Any, attempt: int, replan: Replan, interrupts: Interrupts
 ) -> tuple[Assembly, BreachReport]:
     """Gives up everything but the store, and takes the run up again under a plan that needs less.
 
     Args:
         before: the assembly whose step met the limit; it is no more afterwards.
-        error: the breach.
+        error: the breach; on several ranks also that of another one, as it was told.
         batch: of that step.
         attempt: from 1.
         replan: makes plans.
         interrupts: of the job.
 
     Raises:
-        LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job,
-            the last commit is whole.
+        MemfitError: the breach itself, where no tighter plan fits; nothing is left of the job, the
+            last commit is whole.
     """
     planned, adds_up = before.planned, before.planned.adds_up
-    margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt)
-    peak, step = before.shapes.prepare(batch).peak_bytes, before.steps + 1
+    # Only where it was met: other ranks' predictions have held.
+    is_own, step = isinstance(error, LimitBreachError), before.steps + 1
+    margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt) if is_own else 0
+    peak = before.shapes.prepare(batch).peak_bytes if is_own else None
+    cause = (
+        str(error)
+        if planned.setup.ranks is None or not is_own
+        else f"rank {planned.setup.ranks.rank}: {type(error).__name__}: {error}"
+    )
     now = before
     try:
         while True:
@@ -134,7 +148,7 @@ def assemble_tighter(
         raise error from other
     return now, BreachReport(
         step=step,
-        cause=str(error),
+        cause=cause,
         is_predicted=False,
         foreign_bytes=foreign_bytes,
         before=planned.plan,
@@ -179,6 +193,7 @@ def assemble_fitting(
             adds_up = False
     except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
         clear_frames(other)
+        _end_with_ranks(now, other)
         if not before.has_begun:
             before = _take_back(now, replace(planned, adds_up=adds_up), excess, other, interrupts)
         return before, _refusal(excess, other, "The job goes on under the plan that it has")
@@ -226,10 +241,14 @@ def assemble_faster(
     except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
         LOG.info("plans were not looked for with the rates that were measured: %s", _in_a_line(other))
         clear_frames(other)
+        _end_with_ranks(before, other)
         return before, None
     finally:
         del held
     now_s, then_s = (step_seconds(one, hardware) for one in (before.shapes.prepare(batch), faster.prepared))
+    if planned.setup.ranks is not None:
+        # Rank 0's: with figures of its own each would decide otherwise.
+        now_s, then_s, *_ = agree(planned.setup.ranks, "a faster plan", values=[now_s, then_s])[0]
     is_same = faster.numerics.changes == planned.numerics.changes and not other_sums(planned.plan, faster.plan)
     if faster.plan == planned.plan or not is_same or then_s > GAIN * now_s:
         return before, None
@@ -271,6 +290,7 @@ def _exchanged(
         now = _exchange(now, planned, interrupts)
     except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
         clear_frames(other)
+        _end_with_ranks(now, other)
         return _take_back(now, before.planned, cause, other, interrupts), None
     except BaseException:
         now.end(restore=False)
@@ -298,22 +318,40 @@ def _exchange(given_up: Assembly, planned: Planned, interrupts: Interrupts) -> A
     Where that fails, machine and run are still to be ended by the assembly that was given up.
     """
     before = given_up.run_checkpointer
-    # First: the next assembly takes weights and states from the store, as of the last commit.
-    before.run.go_back()
-    after = assemble(planned, scaler=given_up.scaler, interrupts=interrupts, before=before)
+    with failing_together(planned.setup.ranks):
+        # First: the next assembly takes weights and states from the store, as of the last commit.
+        before.run.go_back()
+        after = assemble(planned, scaler=given_up.scaler, interrupts=interrupts, before=before)
+        after.run_checkpointer.begin_again()
     given_up.hand_over()
     return after
+
+
+def _end_with_ranks(now: Assembly, error: BaseException) -> None:
+    """Ends the job where the group of its ranks is over, and raises why. Nothing can be exchanged
+    without the others, and what they hold is out of reach; the last commit is whole.
+    """
+    ranks = now.planned.setup.ranks
+    if ranks is None or ranks.failure is None:
+        return
+    now.end(restore=False)
+    error.add_note(_closed(now))
+    raise error
 
 
 def _may_cut(now: Assembly, batch: Any) -> bool:
     """Tells whether the plan cuts no batches, or the loss adds up over what it cuts them into."""
     if now.plan.microbatches == 1 or now.planned.adds_up is not None:
         return True
-    try:
-        check_split(now, batch)
-    except (UnsupportedError, MemoryError, torch.OutOfMemoryError):
-        return False  # or there is no room to look
-    return True
+    ranks, may = now.planned.setup.ranks, True
+    # Where there is no room to look on one of several ranks, the others are in the middle of it.
+    refusals = UnsupportedError if ranks is not None else (UnsupportedError, MemoryError, torch.OutOfMemoryError)
+    with failing_together(ranks):
+        try:
+            check_split(now, batch)
+        except refusals:
+            may = False  # or there is no room to look
+    return may if ranks is None else all(said for (said, *_) in agree(ranks, "to cut a batch", values=[float(may)]))
 
 
 def _take_back(now: Assembly, planned: Planned, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
@@ -352,7 +390,7 @@ def _in_a_line(error: BaseException) -> str:
 
 def _closed(assembly: Assembly) -> str:
     run = assembly.run_checkpointer.run
-    return f"The job is closed; step {run.committed.committed_step} is whole in {run.directory}"
+    return f"The job is closed; step {run.commits.last_step} is whole in {run.directory}"
 
 
 def clear_frames(error: BaseException) -> None:

@@ -24,7 +24,7 @@ from memfit.job.lines import Lines
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saved_job import SavedJob
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import check_same_changes, fail_together, together
+from memfit.job.together import check_same_changes, fail_together, prepare_together, together
 from memfit.verification.proof import Proof
 
 
@@ -88,7 +88,7 @@ class Job(SavedJob):
         Where the job's plan does not fit it, the next step begins with another one, as
         `on_breach="replan"` does it, and tells so (`job.breaches`); under a larger limit with a
         faster one of the same bits, if there is one. Both take `fit(store=...)` with
-        `on_breach="replan"` or `adapt=True`.
+        `on_breach="replan"` or `adapt=True`. On several ranks all call it, each with its own limit.
 
         Args:
             limit: of the device, as in `memfit.fit`.
@@ -103,9 +103,11 @@ class Job(SavedJob):
             UsageError: the job has no limit, or is inside `job.lines()`.
         """
         with self._runner.interrupts.held():
-            _refuse_lines(self._check_usable(), "job.set_limit() is called")
+            assembly = self._check_usable()
+            _refuse_lines(assembly, "job.set_limit() is called")
             before = self.proof()
-            self._runner.change_limit(parse_bytes(limit))
+            limit_bytes = prepare_together(assembly.setup.ranks, "job.set_limit", lambda: parse_bytes(limit))
+            self._runner.change_limit(limit_bytes)
         return before
 
     @contextmanager

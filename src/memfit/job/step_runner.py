@@ -16,7 +16,7 @@ from typing import Any
 
 from memfit.allocator import Allocator
 from memfit.checkpoints.run_state import give_random, take_random
-from memfit.core.errors import LimitBreachError, MemfitWarning, PeerError, UnsupportedError
+from memfit.core.errors import MemfitError, MemfitWarning, PeerError, UnsupportedError
 from memfit.core.log import LOG
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
@@ -39,10 +39,20 @@ from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Prepared, Replan
 from memfit.job.step_watchers import StepWatchers
 from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
-from memfit.job.together import add_up, prepare_together, settings_text, together
+from memfit.job.together import (
+    add_up,
+    first_told,
+    is_breach,
+    prepare_together,
+    renew_behind,
+    settings_text,
+    together,
+)
 from memfit.job.user_hooks import marks_of
 from memfit.tensors.guard import is_away
 from memfit.verification.census import Census, CensusReport
+
+_FITS = "the step's plan"
 
 
 class StepRunner:
@@ -263,8 +273,13 @@ class StepRunner:
             before = take_random()
             try:
                 result = self._step(batch)
-            except LimitBreachError as error:
-                if attempt > TRIES:
+            except BaseException as error:
+                is_last = attempt > TRIES
+                # Whatever it was: other ranks may wait to hear whether this one goes on.
+                renew_behind(self.assembly.setup.ranks, error, goes_on=is_breach(error) and not is_last)
+                if not isinstance(error, MemfitError) or not is_breach(error):
+                    raise
+                if is_last:
                     error.add_note(f"{TRIES} tighter plans met the limit as well")
                     raise
                 found.append(self._make_tighter(error, batch, attempt, replan))
@@ -287,12 +302,9 @@ class StepRunner:
             return []  # the step is decided, and computes nothing
         if self._new_limit is not None:
             gc.collect()  # what is in cycles counts as somebody's, beside which the plan must live
-        prepared, excess = assembly.shapes.try_batch(batch)
-        if excess is None:
-            beside = self.machine.hard_limit.excess(prepared.peak_bytes)
-            if beside is None and self._new_limit is not None:
-                beside = limit_excess(assembly, prepared.peak_bytes, batch)
-            excess = None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
+        ranks = assembly.setup.ranks
+        excess = prepare_together(ranks, _FITS, lambda: _excess(assembly, batch, self._new_limit))
+        excess = first_told(ranks, _FITS, excess)
         if excess is None:
             return []
         before = take_random()
@@ -317,8 +329,7 @@ class StepRunner:
         assembly.keep_changes()
         change = change_limit(assembly, limit_bytes)
         if change is not None:
-            before = change.before_bytes if self._new_limit is None else self._new_limit.before_bytes
-            self._new_limit, self._has_told_passed = replace(change, before_bytes=before), False
+            self._new_limit, self._has_told_passed = change.behind(self._new_limit), False
             LOG.info("before step %d: %s", assembly.steps + 1, change.in_words())
 
     def _follow_limit(self, change: LimitChange, batch: Any, replan: Replan | None) -> list[BreachReport]:
@@ -383,7 +394,7 @@ class StepRunner:
             self.breaches.append(found)
             _tell([found])
 
-    def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
+    def _make_tighter(self, error: MemfitError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
         try:
             with self.machine.phases("replan"):
                 self.assembly, report = assemble_tighter(self.assembly, error, batch, attempt, replan, self.interrupts)
@@ -400,6 +411,17 @@ def _check_known(assembly: Assembly, batch: Any) -> None:
     assembly.checkpointer.check_registered()
     assembly.shapes.note_program(marks, lambda: check_hooks(assembly, batch))
     assembly.keep_changes()
+
+
+def _excess(assembly: Assembly, batch: Any, change: LimitChange | None) -> str | None:
+    """Says why a batch does not fit under the plan so far; None if it does."""
+    prepared, excess = assembly.shapes.try_batch(batch)
+    if excess is not None:
+        return excess
+    beside = assembly.machine.hard_limit.excess(prepared.peak_bytes)
+    if beside is None and change is not None:
+        beside = limit_excess(assembly, prepared.peak_bytes, batch)
+    return None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
 
 
 def _tell(found: Sequence[BreachReport]) -> None:

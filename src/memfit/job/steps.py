@@ -289,12 +289,12 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
     after = (
         "The step had begun to update in place and is torn: load a saved state or fit again"
         if torn
-        else "Nothing was updated, and the job is over on all ranks: fit again"
-        if assembly.setup.ranks is not None
         else "The step is decided, and finished by the next call"
         if is_decided
         else "Nothing was updated"
         if assembly.setup.replans  # whether the job goes on is found out then
+        else "Nothing was updated, and the job is over on all ranks: fit again"
+        if assembly.setup.ranks is not None
         else "Nothing was updated: the job goes on with the weights of before"
     )
     return (

@@ -13,6 +13,7 @@ over. What homes on other ranks hold cannot be reached any more then.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from memfit.core.errors import PeerError
-from memfit.distributed.agreement import DisagreementError, agree
+from memfit.core.errors import LimitBreachError, PeerError
+from memfit.distributed.agreement import DisagreementError, agree, optional_texts
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import gather_small
 from memfit.homes.weights import BlockWeights
@@ -72,6 +73,28 @@ def fail_together(ranks: RankGroup, error: BaseException) -> None:
     """Tells all ranks of an error of this one, unless they know."""
     if not isinstance(error, PeerError | DisagreementError):
         ranks.fail(error)
+
+
+def is_breach(error: BaseException) -> bool:
+    """Tells whether a step met the limit of this rank, or of another one."""
+    if isinstance(error, PeerError):
+        return re.match(rf"rank \d+: {LimitBreachError.__name__}: ", str(error)) is not None
+    return isinstance(error, LimitBreachError)
+
+
+def renew_behind(ranks: RankGroup | None, error: BaseException, *, goes_on: bool) -> None:
+    """Makes the group of the ranks anew behind a step that failed, so that it can be made again.
+
+    Args:
+        ranks: of the job; None: this process alone.
+        error: by which the step failed here.
+        goes_on: this rank makes it again.
+
+    Raises:
+        PeerError: another rank does not, or was lost.
+    """
+    if ranks is not None and ranks.failure is not None:
+        ranks.renew(None if goes_on else f"rank {ranks.rank}: {type(error).__name__}: {error}")
 
 
 class WeightSums:
@@ -190,6 +213,23 @@ def add_up(ranks: RankGroup, own: float) -> float:
     return math.fsum(
         ranks.call(lambda group: gather_small(group, torch.tensor([own], dtype=torch.float64))).flatten().tolist()
     )
+
+
+def first_told(ranks: RankGroup | None, name: str, own: str | None) -> str | None:
+    """Returns what the first rank that has something to tell tells, with its number, on all ranks;
+    None if none has.
+
+    Args:
+        ranks: of the job; None: this process alone.
+        name: of the call.
+        own: text of this rank.
+    """
+    if ranks is None:
+        return own
+    if not any(has for (has, *_) in agree(ranks, name, values=[float(own is not None)])):
+        return None
+    told = enumerate(optional_texts(ranks, own))
+    return next(f"rank {rank}: {text}" for rank, text in told if text is not None)
 
 
 def prepare_together(ranks: RankGroup | None, name: str, prepare: Callable[[], T]) -> T:

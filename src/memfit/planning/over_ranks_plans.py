@@ -30,6 +30,15 @@ STAGES = (0, 1, 2, 3)
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.
 """
+_FORMATS = (
+    "is_atomic",
+    "compute_dtype",
+    "splits_masters",
+    "drops_masters",
+    "state_format",
+    "frozen_format",
+    "loss_chunk_tokens",
+)
 
 
 def data_parallel(ranks: int) -> Plan:
@@ -84,6 +93,7 @@ def choose_over_ranks(
     *,
     clips_norm: bool,
     device: str,
+    like: Plan | None = None,
 ) -> RanksChoice:
     """Chooses among uniform plans: data parallel, ZeRO-1, 2 and 3, each with shares on the device,
     on the host and on disk, more and more microbatches, kept and recomputed; with one buffer where
@@ -100,13 +110,14 @@ def choose_over_ranks(
             first plan that fits is taken, those that move least first.
         clips_norm: updates wait for the norm of all gradients.
         device: as in `scheduling.lower`.
+        like: a plan whose formats they have, which the profile was traced with; None: the model's.
 
     Raises:
         DoesNotFitError: none fits; the smallest is named.
     """
     points: list[ParetoPoint] = []
     best: tuple[float, Plan, str] | None = None
-    left = [*_uniform_plans(profile, counts, ranks, hardware, clips_norm=clips_norm)]
+    left = [*_uniform_plans(profile, counts, ranks, hardware, clips_norm=clips_norm, like=like or Plan())]
     while left:
         name, plan = left.pop(0)
         step = lower(build_step(plan, profile, clips_norm=clips_norm), plan, profile, device=device)
@@ -146,7 +157,7 @@ def _front(points: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
 
 
 def _uniform_plans(
-    profile: Profile, counts: Sequence[int], ranks: int, hardware: Hardware | None, *, clips_norm: bool
+    profile: Profile, counts: Sequence[int], ranks: int, hardware: Hardware | None, *, clips_norm: bool, like: Plan
 ) -> Iterator[tuple[str, Plan]]:
     """Yields plans that treat all blocks and calls alike, as far as they allow it; those that move
     less first.
@@ -162,7 +173,8 @@ def _uniform_plans(
         }
         for count in counts:
             for saved in (Saved.KEEP, Saved.RECOMPUTE):
-                plan = Plan(
+                plan = replace(
+                    Plan(**{name: getattr(like, name) for name in _FORMATS}),
                     microbatches=count,
                     blocks=homes,
                     calls=tuple(CallPlan(saved=saved) for _ in calls),
