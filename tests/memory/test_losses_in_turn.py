@@ -20,8 +20,8 @@ from memory.measured_steps import Interval, measure_step
 WIDTH, ROWS = 768, 801
 # A microbatch's rows, which is what a saved tensor of these takes.
 TENSOR_BYTES = ROWS // 3 * WIDTH * 4
-# With one microbatch: the loss itself, its first gradient and a copy of its number, which no trace has.
-SCALAR_BYTES = 12
+# With one microbatch: the loss itself, a divisor, its first gradient and a copy of its number, which no trace has.
+SCALAR_BYTES = 16
 # States of random generators that are counted where they lie for a moment, and losses.
 SMALL_BYTES = 3 * 5056
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
