@@ -18,8 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator import Allocator, FallbackAllocator, install, installed
+from memfit.allocator import Allocator, FallbackAllocator, install, installed, shortfall_bytes
 from memfit.allocator import compiling as build
+from memfit.allocator.kernel import refusal_words
 from memfit.core.errors import TierUnavailableError, UsageError
 
 MIB = 1 << 20
@@ -230,7 +231,7 @@ def test_ledgers_are_counted_and_limited_apart_and_a_block_remembers_its_own(all
     assert allocator.stats("host").live_bytes - host == 2 * MIB + 100
     assert allocator.stats("device").live_bytes - device == 3 * MIB
     allocator.set_limit(allocator.stats("host").mapped_bytes, "host")
-    with allocator.ledger("host"), pytest.raises(torch.OutOfMemoryError, match="host ledger"):
+    with allocator.ledger("host"), pytest.raises(torch.OutOfMemoryError, match="limit of host memory"):
         make_bytes(MIB)
     also = make_bytes(MIB)
     del here, small, there, also
@@ -249,7 +250,16 @@ def test_a_breach_raises_with_the_bytes_and_leaves_everything_usable(allocator: 
             make_bytes(9 * MIB)
         message = str(breach.value)
         live = allocator.stats().live_bytes
-        assert all(f"{count} bytes" in message for count in (9 * MIB, live, limit))
+        told, advice, exact = message.splitlines()
+        assert told == (
+            f"memfit: 9.0 MiB more would pass the limit: of the {limit / MIB:.1f} MiB that it leaves for tensors "
+            f"{base.mapped_bytes / MIB:.1f} MiB are taken, {live / MIB:.1f} MiB of them by tensors that are alive."
+        )
+        assert "Nothing was allocated" in advice
+        assert "limit=" in advice
+        assert exact == f"In bytes: requested {9 * MIB}, mapped {base.mapped_bytes}, limit {limit}"
+        assert shortfall_bytes(breach.value) == 9 * MIB + base.mapped_bytes - limit
+        assert refusal_words(breach.value).startswith("9.0 MiB were asked for, and of the ")
         assert live == base.live_bytes
         fits = make_bytes(8 * MIB)
         assert allocator.stats().mapped_bytes == limit

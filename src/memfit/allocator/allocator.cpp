@@ -46,6 +46,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iomanip>
 #include <iterator>
 #include <limits>
 #include <list>
@@ -69,7 +70,6 @@ constexpr std::int64_t kNoLimit = -1;
 // A small block must not drive out a large pooled one for want of a few bytes.
 constexpr std::int64_t kPoolSlack = std::int64_t{2} << 20;
 constexpr int kLedgers = 2;
-const char* const kLedgerNames[kLedgers] = {"device", "host"};
 
 struct Account {
   std::int64_t live = 0, peak = 0, mapped = 0, mapped_peak = 0, pooled = 0, blocks = 0, allocations = 0,
@@ -336,20 +336,36 @@ std::int64_t all_of_it() {
   return std::numeric_limits<std::int64_t>::max();
 }
 
-std::string limit_message(const Account& account, int ledger, std::size_t requested) {
+// An amount for people: "1.5 MiB", and below one of these "512.0 KiB".
+std::string amount(std::int64_t bytes) {
+  const bool is_small = bytes < (std::int64_t{1} << 20);
   std::ostringstream text;
-  text << "memfit: the memory limit of the " << kLedgerNames[ledger] << " ledger is reached: requested " << requested
-       << " bytes, live " << account.live << " bytes, mapped " << account.mapped << " bytes, limit " << account.limit
-       << " bytes. Nothing was allocated; free tensors, raise the limit or plan with a smaller one";
+  text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / static_cast<double>(is_small ? 1 << 10 : 1 << 20)
+       << (is_small ? " KiB" : " MiB");
+  return text.str();
+}
+
+// The last line is for `binding.shortfall_bytes` and `kernel.refusal_words`, which compute with it: torch hands the words
+// of an error to Python and nothing else.
+std::string limit_message(const Account& account, int ledger, std::size_t requested) {
+  const bool is_device = ledger == 0;
+  std::ostringstream text;
+  text << "memfit: " << amount(static_cast<std::int64_t>(requested)) << " more would pass "
+       << (is_device ? "the limit: of the " : "the limit of host memory: of the ") << amount(account.limit)
+       << (is_device ? " that it leaves for tensors " : " there ") << amount(account.mapped) << " are taken, "
+       << amount(account.live) << " of them by tensors that are alive.\n"
+       << "Nothing was allocated. Free tensors of your own or make a smaller one here, or raise "
+       << (is_device ? "the limit (fit(limit=...), job.set_limit(...)).\n" : "fit(host_limit=...).\n") << "In bytes: requested "
+       << requested << ", mapped " << account.mapped << ", limit " << account.limit;
   return text.str();
 }
 
 std::string system_message(const Account& account, int ledger, std::size_t requested, int reason) {
   std::ostringstream text;
-  text << "memfit: the system gives no more memory (" << std::strerror(reason) << "): requested " << requested
-       << " bytes in the " << kLedgerNames[ledger] << " ledger, live " << account.live << " bytes, mapped " <<
-       account.mapped << " bytes. Nothing was allocated; free tensors, or see RLIMIT_DATA, RLIMIT_AS and "
-       << "the free memory of the machine";
+  text << "memfit: the system gives no more memory (" << std::strerror(reason) << "): "
+       << amount(static_cast<std::int64_t>(requested)) << " more were asked for, tensors " << (ledger == 0 ? "" : "in host memory ")
+       << "hold " << amount(account.mapped) << ".\n"
+       << "Nothing was allocated. Free tensors or end other programs; `ulimit -a` and `free -m` show where the bound is";
   return text.str();
 }
 

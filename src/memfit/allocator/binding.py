@@ -252,7 +252,7 @@ def shortfall_bytes(error: BaseException) -> int | None:
     Args:
         error: an error as torch raises it; its text is `limit_message` of allocator.cpp.
     """
-    found = re.search(r"requested (\d+) bytes, live \d+ bytes, mapped (\d+) bytes, limit (\d+) bytes", str(error))
+    found = re.search(r"In bytes: requested (\d+), mapped (\d+), limit (\d+)", str(error))
     if found is None:
         return None
     # By the text: torch passes on the words of an error in C++, and nothing else.

@@ -97,11 +97,8 @@ def is_refusal(error: BaseException) -> bool:
     )
 
 
-_LIMIT_MET = re.compile(
-    r"memfit: the memory limit of the device ledger is reached: requested (?P<asked>\d+) bytes, live \d+ bytes, "
-    r"mapped (?P<mapped>\d+) bytes, limit (?P<limit>\d+) bytes"
-)
-"""The message of `allocator.cpp`."""
+_LIMIT_MET = re.compile(r"In bytes: requested (?P<asked>\d+), mapped (?P<mapped>\d+), limit (?P<limit>\d+)")
+"""The last line of a message of `allocator.cpp`."""
 
 
 def refusal_words(error: BaseException) -> str:
@@ -111,9 +108,9 @@ def refusal_words(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines()
     words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
-    met = _LIMIT_MET.match(words)
+    met = _LIMIT_MET.search(str(error))
     if met is not None:
-        # For people: the allocator counts in bytes, and what to try is said by who tells of it.
+        # Without what to try, which is said by who tells of it.
         asked, mapped, limit = (format_bytes(int(met[name])) for name in ("asked", "mapped", "limit"))
         return f"{asked} were asked for, and of the {limit} for tensors {mapped} are taken."
     limit = kernel_limit_bytes()

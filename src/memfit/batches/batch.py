@@ -92,7 +92,10 @@ def batch_rows(batch: object, places: RowPlaces = _PLAIN) -> int:
             "function gets, tensors in dicts, lists, tuples or dataclasses"
         )
     if first[1] == 0:
-        raise UsageError(f"the batch is empty: {first[0]} has no rows")
+        raise UsageError(
+            f"the batch is empty: {first[0]} has no rows (dimension 0 is 0). Skip such a batch in the loop, or look at what the loader "
+            "drops (a filter that keeps nothing, an empty shard)"
+        )
     return first[1]
 
 
