@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.profiling.blocks import find_blocks
+from memfit.profiling.records import StorageRecord
 from memfit.profiling.trace import profile_step
 
 TABLES: dict[int, Tensor] = {}
@@ -150,3 +151,29 @@ def test_what_only_a_collection_frees_counts_as_alive_whenever_one_comes() -> No
         gc.enable()
     assert found == again
     assert found.traces[256].whole_peak_bytes > 2 * 8 * x.nbytes
+
+
+def test_the_first_collection_behind_a_trace_finds_none_of_its_records() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(256, 64)
+    found: list[int] = []
+
+    def count(phase: str, told: dict[str, int]) -> None:
+        del told
+        if phase == "start":
+            found.append(sum(type(one) is StorageRecord for one in gc.get_objects()))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    block_map = find_blocks(model)
+    gc.collect()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(count)
+    gc.set_threshold(50, 1000, 1000)
+    try:
+        profile_step(model, loss, x, block_map)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(count)
+    assert found
+    assert not any(found)

@@ -24,11 +24,16 @@ class KernelsUsed:
     def __init__(self) -> None:
         # By identity: operations that are alike share their facts, others may have equal ones.
         self._kernels: dict[int, Facts] = {}
+        # Held, so that an address is not another one's.
+        self._noted: dict[int, Facts] = {}
         self._libraries: set[str] = set()
         self._sizes_vary = False
 
     def note(self, func: Any, facts: Facts) -> None:
         """Notes an operation."""
+        if id(facts) in self._noted:
+            return
+        self._noted[id(facts)] = facts
         # In fp32 the BLAS computes them, and compiles nothing.
         self._sizes_vary |= func in _OF_VALUES or (func is _GROUPED and facts.kernel_bytes > 0)
         if facts.kernel_bytes:

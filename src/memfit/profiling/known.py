@@ -336,7 +336,9 @@ class KnownOperations:
         return self._tensor(result, tensors[result.viewed].untyped_storage() if result.viewed >= 0 else None)
 
     def _tensor(self, result: _Result, storage: torch.UntypedStorage | None) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():
+        # Until it is deleted, as in a `with` block, whose entry and exit take five times as long.
+        undispatched = torch._C._DisableTorchDispatch()
+        try:
             if storage is not None:
                 bare = torch.empty(0, dtype=result.dtype, device=_META)
                 bare.set_(storage, result.offset, result.shape, result.stride)
@@ -346,6 +348,8 @@ class KnownOperations:
             made: Any = torch.Tensor._make_subclass(
                 FakeTensor, bare, require_grad=False, dispatch_device=True, device_for_backend_keys=result.device
             )
+        finally:
+            del undispatched
         torch._C._set_throw_on_mutable_data_ptr(made)
         attributes = self._attributes.get(result.device)
         if attributes is None:
@@ -407,9 +411,13 @@ def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tenso
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            again = next((i for i, one in enumerate(tensors) if one is value), None) if tensors else None
+            again = -1
+            for index, one in enumerate(tensors):
+                if one is value:
+                    again = index
+                    break
             tensors.append(value)
-            if again is not None:
+            if again >= 0:
                 parts += (FakeTensor, again)
                 continue
             parts += (

@@ -109,6 +109,11 @@ class Values:
         """Keeps values up to date after an operation has made (or changed) `out` of the tensors
         `read`.
         """
+        if not self._guesses and not func._schema.is_mutable:
+            for tensor in read:
+                # Most of a model's tensors have none: said at once.
+                if type(tensor) is FakeTensor and not hasattr(tensor, _ATTRIBUTE):
+                    return
         made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor)]
         can_follow = (
             bool(made)

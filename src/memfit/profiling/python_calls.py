@@ -47,11 +47,15 @@ class PythonCalls:
 
     Beside a profiler that somebody else has set, nothing is counted: Python has one of them at a
     time.
+
+    Attributes:
+        is_counting: calls are counted now, so that what is not the program's has to say so.
     """
 
     def __init__(self, segments: list[SegmentRecord]) -> None:
         self._segments = segments
         self._is_paused = False
+        self.is_counting = False
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -59,11 +63,13 @@ class PythonCalls:
         if sys.getprofile() is not None:
             yield
             return
+        self.is_counting = True
         sys.setprofile(self._note)
         try:
             yield
         finally:
             sys.setprofile(None)
+            self.is_counting = False
 
     def uncounted(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Calls what is not the program's."""

@@ -48,6 +48,7 @@ _DEVICE = torch.ops.prim.device.default
 _WRAPPERS = (__file__, python_calls.__file__, "_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
+_MADE = Role.MADE
 
 
 class TraceRecorder(TorchDispatchMode):
@@ -180,10 +181,13 @@ class TraceRecorder(TorchDispatchMode):
             # Asked more often than anything is computed: fake tensors know it without another
             # dispatch.
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
+        if not self.python.is_counting:
+            return self._dispatched(func, args, kwargs or {})
         return self.python.uncounted(self._dispatched, func, args, kwargs or {})
 
     def _dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.log.begin_operation()
+        log = self.log
+        log.begin_operation()
         kind = self._known.kind(func)
         read: list[torch.Tensor] = []
         key = self._known.key(kind, args, kwargs, read)
@@ -191,38 +195,49 @@ class TraceRecorder(TorchDispatchMode):
         out, facts = self._run(kind, key, args, kwargs, found)
         results = [out] if type(out) is FakeTensor else list(operator_tensors(out))
         module = self._modules[-1] if self._modules else "the loss"
-        made = [self.log.note_made(func, tensor, module) for tensor in results]
-        if not self.log.is_backward:
-            for record in made:
-                if not record.line and record.role is Role.MADE:
-                    record.line = calling_line()
-        if self.log.is_backward:
-            if kind.is_view:
-                for tensor in results:
-                    setattr(tensor, IS_VIEW, True)
-        else:
-            written = {id(read[i]) for i in facts.written}
-            overwritten = {id(read[i]) for i in facts.overwritten}
-            self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
-            self.attention.follow(func, args, found, results, made)
-            if self._left and not kind.is_view:
-                # What an operation adds to is not read by that: a sum that nobody asks for tells no
-                # order.
-                self._left_read.update(id(r) for t, r in found if r.is_left and id(t) not in written)
-            if written and not kind.relabels:
-                self._note_written({id(r): r for t, r in found if id(t) in written}.values())
+        made = [log.note_made(func, tensor, module) for tensor in results]
+        if not log.is_backward:
+            self._follow_forward(kind, args, found, facts, results, made)
+        elif kind.is_view:
+            for tensor in results:
+                setattr(tensor, IS_VIEW, True)
         self._note_facts(facts)
         self.kernels.note(func, facts)
-        if self._active and not self.log.is_backward:
-            self._active.since_save.append(facts)
-        if self._active and not self.log.is_backward and facts.kept_by:
-            for record in made:
-                if record.role is Role.MADE:
-                    record.selected_in, record.kept_by = self._active.index, facts.kept_by
-                    self._active.selected.setdefault(id(record), (record, self._active.saves))
-        if self.log.is_backward and func is _ADD and _is_called_by_autograd():
-            self.log.note_sum(args, made)
+        if log.is_backward and func is _ADD and _is_called_by_autograd():
+            log.note_sum(args, made)
         return out
+
+    def _follow_forward(
+        self,
+        kind: Kind,
+        args: Sequence[Any],
+        found: Sequence[tuple[torch.Tensor, StorageRecord]],
+        facts: Facts,
+        results: Sequence[torch.Tensor],
+        made: Sequence[StorageRecord],
+    ) -> None:
+        """Follows what an operation of the forward makes of what."""
+        func, active = kind.operator, self._active
+        for record in made:
+            if not record.line and record.role is Role.MADE:
+                record.line = calling_line()
+        written = {id(found[i][0]) for i in facts.written}
+        overwritten = {id(found[i][0]) for i in facts.overwritten}
+        self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
+        self.attention.follow(func, args, found, results, made)
+        if self._left and not kind.is_view:
+            # What an operation adds to is not read by that: a sum that nobody asks for tells no
+            # order.
+            self._left_read.update(id(r) for t, r in found if r.is_left and id(t) not in written)
+        if written and not kind.relabels:
+            _note_written(self.calls, active, {id(r): r for t, r in found if id(t) in written}.values())
+        if active is None:
+            return
+        active.since_save.append(facts)
+        for record in made if facts.kept_by else ():
+            if record.role is Role.MADE:
+                record.selected_in, record.kept_by = active.index, facts.kept_by
+                active.selected.setdefault(id(record), (record, active.saves))
 
     def _run(
         self,
@@ -249,6 +264,10 @@ class TraceRecorder(TorchDispatchMode):
 
     def _note_read(self, func: Any, tensor: torch.Tensor, *, is_view: bool) -> StorageRecord:
         record = self.log.record_of(tensor, Role.INPUT)
+        if record.role is _MADE and id(tensor) not in self._real:
+            if not self.log.is_backward:
+                record.last_use = self.log.segment
+            return record
         if id(tensor) in self._real and _would_train(tensor):
             raise UnsupportedError(
                 f"the loss reads the weight {self._real[id(tensor)]!r} from where the program keeps it beside the model (a closure, a list): it must be read from "
@@ -278,23 +297,6 @@ class TraceRecorder(TorchDispatchMode):
         else:
             record.backward_uses += not is_view
         return record
-
-    def _note_written(self, written: Iterable[StorageRecord]) -> None:
-        """Who counts on the storages that an operation of the forward writes.
-
-        Known by storage: not all tensors over one share a version counter.
-        """
-        for record in written:
-            record.writes += 1
-            if self._active is not None:
-                self._active.selected.pop(id(record), None)
-                record.selected_in = -1
-                # What is there anyway is given to the call that is run again as it is.
-                self._active.must_keep |= record.role is Role.INPUT and self._active.index in record.argument_of
-            for index in record.saved_inside | record.argument_of:
-                call = self.calls[index]
-                if call is not self._active and id(record) not in call.copied:
-                    call.must_keep |= record.role is Role.MADE or index in record.argument_of
 
     def _note_facts(self, facts: Facts) -> None:
         if facts.workspace_bytes:
@@ -426,6 +428,24 @@ def _written(
     """The storages that an operation writes, each once."""
     written = written_tensors(func, args, kwargs)[1]
     return list({id(record): record for tensor, record in read if id(tensor) in written}.values()) if written else []
+
+
+def _note_written(calls: Sequence[CallRecord], active: CallRecord | None, written: Iterable[StorageRecord]) -> None:
+    """Notes in the calls so far who counts on the storages that an operation of the forward writes.
+
+    Known by storage: not all tensors over one share a version counter.
+    """
+    for record in written:
+        record.writes += 1
+        if active is not None:
+            active.selected.pop(id(record), None)
+            record.selected_in = -1
+            # What is there anyway is given to the call that is run again as it is.
+            active.must_keep |= record.role is Role.INPUT and active.index in record.argument_of
+        for index in record.saved_inside | record.argument_of:
+            call = calls[index]
+            if call is not active and id(record) not in call.copied:
+                call.must_keep |= record.role is Role.MADE or index in record.argument_of
 
 
 def _refuse_written_weights(func: Any, written: Sequence[StorageRecord]) -> None:

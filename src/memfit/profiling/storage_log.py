@@ -40,6 +40,7 @@ from memfit.profiling.known import KnownOperations
 from memfit.profiling.records import Role, StorageRecord, TraceEvent
 from memfit.tensors.dense import check_dense
 
+_STRIDED = torch.strided
 IS_VIEW = "_memfit_is_view"
 """Attribute of tensors that an operation of backward made as views."""
 
@@ -92,7 +93,8 @@ class StorageLog:
 
     def note_made(self, func: Any, tensor: torch.Tensor, module: str) -> StorageRecord:
         """Returns the record of a result of an operation, new if its storage is."""
-        check_dense(tensor, f"{func._overloadpacket} makes")
+        if tensor.is_nested or tensor.layout is not _STRIDED:
+            check_dense(tensor, f"{func._overloadpacket} makes")
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
@@ -49,7 +50,7 @@ def summarize(
         UnsupportedError: the two forwards are not the same program.
     """
     held = _held_until(step, forward_only)
-    largest = _largest_saved(step)
+    largest = [(record, record.description) for record in _largest_saved(step)]
     ends = _forward_ends(step)
     storages = _storages(step, held)
     backward = _backward_ranges(step, _activations)
@@ -71,9 +72,9 @@ def summarize(
         seed_leaves_bytes=seed.end_bytes,
         whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
         plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
-        largest_saved=tuple((record.description, record.nbytes) for record in largest),
+        largest_saved=tuple((description, record.nbytes) for record, description in largest),
         # The first one's line remains.
-        made_at={record.description: record.line for record in reversed(largest) if record.line},
+        made_at={description: record.line for record, description in reversed(largest) if record.line},
         untiled_attention=step.attention.untiled(),
         prologue_work=_work(step.forward, -1),
         seed_work=_backward_work(step.backward, -1),
@@ -414,9 +415,12 @@ def _largest_saved(step: TraceRecorder) -> list[StorageRecord]:
     )
     # Those of equal layers are of one kind.
     kinds: dict[tuple[str, str, int], list[StorageRecord]] = {}
+    parted: dict[tuple[Any, ...], tuple[str, str]] = {}
     for record in sorted(saved, key=lambda r: -r.nbytes):
-        head, _, tail = split_number(record.description)
-        kind = (head, tail, record.nbytes)
+        if record.cause not in parted:
+            head, _, tail = split_number(record.description)
+            parted[record.cause] = head, tail
+        kind = (*parted[record.cause], record.nbytes)
         if kind in kinds or len(kinds) < _MOST_CAUSES:
             kinds.setdefault(kind, []).append(record)
     return [record for records in kinds.values() for record in records]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +42,7 @@ from memfit.profiling.known import KnownOperations
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.summary import note_made_once, summarize
-from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes
+from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes, without_collections
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.dense import check_dense
 
@@ -373,6 +373,11 @@ def _why_fake_failed(error: Exception) -> str:
 
 
 def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: bool = True) -> Traced:
+    with without_collections() if is_fake else nullcontext():
+        return _traced(setting, rows, is_fake=is_fake, is_twice=is_twice)
+
+
+def _traced(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: bool) -> Traced:
     forward_only = run_traced(setting, rows, is_fake=is_fake, is_whole=False) if is_twice else None
     step = run_traced(setting, rows, is_fake=is_fake, is_whole=True)
     names = [block.name for block in setting.block_map.blocks]
