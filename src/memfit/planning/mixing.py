@@ -80,23 +80,24 @@ def best_shares(
 
     See [Note: the mixture program].
     """
+    import numpy as np
+
     # Not typed, and slow to import: only where mixed plans are looked for.
     optimize: Any = import_module("scipy.optimize")
     groups = (len(prices.policies), len(prices.homes), *map(len, prices.ends))
-    options = [(o.more, o.stall_s) for o in prices.policies]
-    options += [(o.more, o.stall_s) for group in (prices.homes, *prices.ends) for o in group]
-    count = len(options)
-    matrix: list[list[float]] = []
-    bounds_above: list[float] = []
-    for row in prices.rows:
-        taken = [more.get(row, 0.0) for more, _ in options]
-        here = prices.reference.amount(row)
+    options, count = prices.options, len(prices.options)
+    # Rows of lanes are less than the seconds in the last column; all others are in GiB.
+    matrix = np.zeros((len(prices.rows), count + 1))
+    above = np.zeros(len(prices.rows))
+    used: list[int] = []
+    for i, (row, here) in enumerate(zip(prices.rows, prices.known, strict=True)):
         if row.kind == "lane" or (is_bound and row.kind == "bound"):
-            matrix.append([*taken, -1.0])
-            bounds_above.append(-here)
+            matrix[i, :count], matrix[i, count], above[i] = prices.by_row[i], -1.0, -here
         elif (limit := limit_of(row, room)) is not None:
-            matrix.append([*(value / _GIB for value in taken), 0.0])
-            bounds_above.append((limit - here) / _GIB)
+            matrix[i, :count], above[i] = prices.by_row[i] / _GIB, (limit - here) / _GIB
+        else:
+            continue
+        used.append(i)
     sums: list[list[float]] = []
     for group in groups:
         begin = sum(groups[: len(sums)])
@@ -111,8 +112,8 @@ def best_shares(
             limits[i] = (0.0, 1.0 if i - first == option else 0.0)
     found: Any = optimize.linprog(
         [*cost, 1.0],
-        A_ub=matrix or None,
-        b_ub=bounds_above or None,
+        A_ub=matrix[used] if used else None,
+        b_ub=above[used] if used else None,
         A_eq=sums,
         b_eq=[1.0] * len(sums),
         bounds=[*limits, (0.0, None)],

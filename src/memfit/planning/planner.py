@@ -45,6 +45,7 @@ from memfit.planning.between import may_be_between, search_between
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
+from memfit.planning.collector import without_collector
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import Refusal
@@ -162,7 +163,8 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         fitting = [b.cost.seconds for b in search.built if b.fits]
         # Also where nothing fits: states, say, may be too many for each tier, and not for all.
         if min(p.seconds_bound for p in group) < min([mixes_below, *fitting]):
-            mixed.append(search_mixed(search, question, indices))
+            with without_collector():
+                mixed.append(search_mixed(search, question, indices))
     built = [b for found in mixed for b in found.built]
     bound_s = min((found.bound_s for found in mixed if found.bound_s is not None), default=None)
     count = sum(found.count for found in mixed) - len(built)

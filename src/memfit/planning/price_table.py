@@ -37,9 +37,8 @@ class PriceTable:
         import numpy as np
 
         self._rows = prices.rows
-        options = [(o.more, o.stall_s) for o in prices.policies]
-        options += [(o.more, o.stall_s) for group in (prices.homes, *prices.ends) for o in group]
-        self.more: Any = np.array([[*(more.get(row, 0.0) for row in self._rows), stall] for more, stall in options])
+        stalls = np.array([stall for _, stall in prices.options])
+        self.more: Any = np.column_stack([prices.by_row.T, stalls])
         limits = [limit_of(row, room) for row in self._rows]
         most = [math.inf if limit is None else limit * (1 + _ROUNDING) for limit in limits]
         self.most: Any = np.array([*most, math.inf])

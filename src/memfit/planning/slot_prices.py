@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from memfit.core.numerics import regroups_sums
 from memfit.core.plan import BlockPlan, CallPlan, Plan
@@ -102,12 +103,29 @@ class OptionPrices:
     homes: tuple[Option[BlockPlan], ...]
     ends: tuple[tuple[Option[BlockPlan], ...], ...]
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Everything that an option takes something of."""
-        found = [row for option in self.policies for row in option.more]
-        found += [row for group in (self.homes, *self.ends) for option in group for row in option.more]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(row for more, _ in self.options for row in more))
+
+    @cached_property
+    def options(self) -> tuple[tuple[Mapping[Row, float], float], ...]:
+        """Amounts that each option takes more, and its stalls: policies, then homes, then ends."""
+        found = [(o.more, o.stall_s) for o in self.policies]
+        return (*found, *((o.more, o.stall_s) for group in (self.homes, *self.ends) for o in group))
+
+    @cached_property
+    def by_row(self) -> Any:
+        """Amounts that options take more: an array of (rows, options)."""
+        import numpy as np
+
+        found = [[more.get(row, 0.0) for more, _ in self.options] for row in self.rows]
+        return np.array(found, dtype=float).reshape(len(self.rows), len(self.options))
+
+    @cached_property
+    def known(self) -> tuple[float, ...]:
+        """Amounts that the reference takes of each row."""
+        return tuple(self.reference.amount(row) for row in self.rows)
 
 
 class Judge:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile, TraceProfile
@@ -186,7 +186,6 @@ class _Lowering:
         self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
-        self._handlers = self._all_handlers()
         self._homes = [plan.block(block.name) for block in profile.blocks]
         self._travels = any(
             not updates_in_place(tier, device)
@@ -213,21 +212,6 @@ class _Lowering:
         self._leaving: list[int] = []
         self._spread_bytes = 0
         self._pipeline: Token | None = None  # its last update
-
-    def _all_handlers(self) -> dict[type, Callable[[Any], None]]:
-        # By class, not by patterns: every action of every candidate of a planner passes here.
-        return {
-            **dict.fromkeys((Start, Forward, Backward, Seed), self._compute),
-            **dict.fromkeys((Offload, Drop, Reload), self._move),
-            Fetch: self._fetch,
-            Release: self._release,
-            Accumulate: self._accumulate,
-            Clear: self._clear,
-            Update: self._update,
-            Spread: self._spread,
-            Keep: self._keep,
-            Commit: self._commit,
-        }
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
@@ -262,7 +246,7 @@ class _Lowering:
         self._activations.end_cuts()
         if draft.changes:
             draft.during = list(draft.changes)
-        self._handlers.get(type(action), self._wait_for_kinds)(action)
+        self._HANDLERS.get(type(action), _Lowering._wait_for_kinds)(self, action)
         line_bytes = self._line.peak_bytes
         if line_bytes != self._line_bytes:
             for tier, nbytes in line_bytes.items():
@@ -495,3 +479,18 @@ class _Lowering:
             return []
         self._line.wait(block)
         return self._tokens.waits(_UPDATE, block)
+
+    # By class, not by patterns: every action of every candidate of a planner passes here. Functions,
+    # not bound methods: a lowering that held those would wait for the collector of cycles.
+    _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
+        **dict.fromkeys((Start, Forward, Backward, Seed), _compute),
+        **dict.fromkeys((Offload, Drop, Reload), _move),
+        Fetch: _fetch,
+        Release: _release,
+        Accumulate: _accumulate,
+        Clear: _clear,
+        Update: _update,
+        Spread: _spread,
+        Keep: _keep,
+        Commit: _commit,
+    }
