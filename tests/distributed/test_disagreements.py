@@ -64,7 +64,10 @@ def test_weights_that_are_changed_to_other_values_on_one_rank_end_the_job_of_all
 
 
 def test_what_fails_on_all_ranks_alike_leaves_their_job(ranks: Ranks, tmp_path: Path) -> None:
-    for how, error in (("a limit", "UsageError: the job was made without a limit"), ("a load of nothing", "StoreError")):
+    for how, error in (
+        ("a limit", "UsageError: the job was made without a limit"),
+        ("a load of nothing", "StoreError"),
+    ):
         for refused, after in ranks.run(2, f"{CALLS}:steps_after", how, 3, str(tmp_path), timeout_s=LONG_S):
             assert refused.startswith(error)
             assert after == ""

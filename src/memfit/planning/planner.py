@@ -31,6 +31,7 @@ from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
 
+from memfit.core.collector import without_collections
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
@@ -45,7 +46,6 @@ from memfit.planning.between import may_be_between, search_between
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
-from memfit.planning.collector import without_collector
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import Refusal
@@ -163,7 +163,7 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         fitting = [b.cost.seconds for b in search.built if b.fits]
         # Also where nothing fits: states, say, may be too many for each tier, and not for all.
         if min(p.seconds_bound for p in group) < min([mixes_below, *fitting]):
-            with without_collector():
+            with without_collections():
                 mixed.append(search_mixed(search, question, indices))
     built = [b for found in mixed for b in found.built]
     bound_s = min((found.bound_s for found in mixed if found.bound_s is not None), default=None)

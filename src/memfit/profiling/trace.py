@@ -33,6 +33,7 @@ from torch import nn
 
 from memfit import devices
 from memfit.batches.batch import UncuttableError, batch_rows, slice_batch
+from memfit.core.collector import without_collections
 from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.profile import Profile, TraceProfile
@@ -42,7 +43,7 @@ from memfit.profiling.known import KnownOperations
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.summary import note_made_once, summarize
-from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes, without_collections
+from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.dense import check_dense
 

@@ -6,7 +6,6 @@ generators and the user's caches are afterwards as they were.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -210,24 +209,6 @@ def weight_without_bytes(setting: TraceSetting) -> str | None:
             if not is_here:
                 return name
     return None
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python's collector of cycles from running meanwhile.
-
-    What only a collection frees counts as alive, whenever one would have come: a trace is the same
-    each time. Nothing is allocated that a collection would have to give back, and it took a sixth
-    of the time. A trace's records go before it ends: the first collection behind it would look
-    at each, and hand them on to a whole one.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -480,7 +480,7 @@ class _Lowering:
         self._line.wait(block)
         return self._tokens.waits(_UPDATE, block)
 
-    # By class, not by patterns: every action of every candidate of a planner passes here. Functions,
+    # By class, not by patterns: each action of each candidate of a planner passes here. Functions,
     # not bound methods: a lowering that held those would wait for the collector of cycles.
     _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
         **dict.fromkeys((Start, Forward, Backward, Seed), _compute),
