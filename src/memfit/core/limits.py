@@ -29,7 +29,7 @@ from memfit.core.units import MIB, parse_bytes
 # own.
 RESERVE_BYTES = 16 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
-FIRST_STEP_BYTES = 8 * MIB
+FIRST_STEP_BYTES = 6 * MIB
 # Measured: code and buffers of the BLAS, and of oneDNN for bf16, when they first compute; counted
 # where that is still to come as the base is measured. The BLAS keeps a panel of the right factor,
 # on an Intel processor 384 rows of at most 10,368 columns, on an AMD one half as much: by columns.

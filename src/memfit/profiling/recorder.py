@@ -265,8 +265,7 @@ class TraceRecorder(TorchDispatchMode):
     def _note_read(self, func: Any, tensor: torch.Tensor, *, is_view: bool) -> StorageRecord:
         record = self.log.record_of(tensor, Role.INPUT)
         if record.role is _MADE and id(tensor) not in self._real:
-            if not self.log.is_backward:
-                record.last_use = self.log.segment
+            record.note_use(self.log.segment, is_backward=self.log.is_backward, is_view=is_view)
             return record
         if id(tensor) in self._real and _would_train(tensor):
             raise UnsupportedError(
@@ -291,11 +290,7 @@ class TraceRecorder(TorchDispatchMode):
                 f"({func}): put the model and what belongs to the loss into one nn.Module, so that all parameters are "
                 "placed and updated; or, where that is not to be trained here, freeze it before (requires_grad_(False))"
             )
-        if not self.log.is_backward:
-            record.last_use = self.log.segment
-            record.uses[self.log.segment] = record.uses.get(self.log.segment, 0) + (not is_view)
-        else:
-            record.backward_uses += not is_view
+        record.note_use(self.log.segment, is_backward=self.log.is_backward, is_view=is_view)
         return record
 
     def _note_facts(self, facts: Facts) -> None:

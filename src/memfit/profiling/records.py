@@ -121,6 +121,15 @@ class StorageRecord:
         """Autograd saved it."""
         return bool(self.saved_inside or self.saved_outside)
 
+    def note_use(self, segment: int, *, is_backward: bool, is_view: bool) -> None:
+        """Notes that an operation read it, in that segment of the forward or in the backward."""
+        if not is_backward:
+            self.last_use = segment
+            if not is_view:
+                self.uses[segment] = self.uses.get(segment, 0) + 1
+        elif not is_view:
+            self.backward_uses += 1
+
     @property
     def is_lasting(self) -> bool:
         """The program holds it when all is over, as modules keep tables and notes."""
