@@ -379,7 +379,7 @@ class Asked:
             clips_norm=clips_norm,
             device=self.hardware.device,
         )
-        advice = self.priced(chosen.plan, explains=False)
+        advice = self.priced(chosen.plan, explains=False, why="there are several ranks")
         return replace(
             advice,
             reason=f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks} ranks that fits. {advice.numerics.sentence()}",
@@ -387,14 +387,14 @@ class Asked:
             chosen=chosen.name,
         )
 
-    def priced(self, plan: Plan, *, explains: bool) -> Advice:
-        """Prices a plan that is given."""
+    def priced(self, plan: Plan, *, explains: bool, why: str = "the plan was given") -> Advice:
+        """Prices a plan that is decided."""
         allow, clips_norm = self.wanted.allow, self.wanted.clips_norm
         check_precision(plan, self._problem.model, allow)
         problem = replace(self._problem, cut=self._ways()[0])
         found = problem.profile_for(plan, self._sample)
         check_exact(plan, found, problem.numerics)
-        declared = declare(plan, found, allow=allow, why="the plan was given")
+        declared = declare(plan, found, allow=allow, why=why)
         speeds = in_dtype(self.hardware, plan.compute_dtype)
         schedule = build_step(plan, found, clips_norm=clips_norm)
         step = lower(schedule, plan, found, commits=self.wanted.commits, device=speeds.device)
