@@ -137,21 +137,18 @@ class CallProfile:
         mutates_inputs: it changes an argument in place, so that recomputing it needs a copy.
         must_keep: an argument or a saved tensor is changed in place later (or the call changes the
             batch or a buffer itself), so that recomputing or offloading would use other values.
-        changes_arguments: an object among its arguments (a key-value cache) holds other tensors
-            after the call; recomputing would change it twice.
-        is_substituted: other tensors replace its parameters (`torch.func.functional_call`);
-            recomputing would use its own.
-        changes_itself: it changes in place a tensor that its module holds beside buffers;
-            recomputing would start from the changed values.
+        changes_arguments: an argument (a key-value cache) holds other tensors after the call;
+            recomputing would change it twice.
+        is_substituted: other tensors replace its parameters (`torch.func.functional_call`), which
+            recomputing would not use.
+        changes_itself: it changes a tensor in place that its module holds beside buffers.
         forward_peak_bytes: peak of the bytes made inside the segment (saved tensors and outputs
             included), above those alive at its entry.
-        unsaved_peak_bytes: the same if autograd is given none of what the call saves; None: not
-            traced.
+        unsaved_peak_bytes: the same if autograd gets none of what it saves; None: not traced.
         inside_peak_bytes: `forward_peak_bytes` until the call returns, which recomputing needs.
         output_bytes: bytes of distinct new storages that the call returns.
         passed_on_bytes: most bytes that its backward has made when it first asks for a saved
-            tensor, above those alive at the backward segment's entry; None: not traced, or it asks
-            for none.
+            tensor, above those alive at its entry; None: not traced, or it asks for none.
         held_results: results that are held under each policy that recomputes and keeps results of
             some operators. A policy that was not traced is priced as if it held all that the call
             saves.
@@ -167,6 +164,7 @@ class CallProfile:
             frees of that is subtracted).
         backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry,
             without gradients of parameters; negative when more was freed (saved tensors) than made.
+        between_peak_bytes, between_leaves_bytes: the same of its last part: code before the call.
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
         forward_work, backward_work: amounts by class, those operations among them; empty: the flops
             are all that is known.
@@ -198,6 +196,8 @@ class CallProfile:
     backward_summed_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     backward_leaves_bytes: int = 0
+    between_peak_bytes: int = 0
+    between_leaves_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
     forward_work: Work = ()
@@ -237,8 +237,8 @@ class TraceProfile:
             calls.
         uses_random: its forward draws random numbers from torch's, Python's or NumPy's generators.
         prologue_peak_bytes: peak bytes in segment -1.
-        seed_peak_bytes: peak bytes above those at the forward's end, from the start of backward
-            until the first gradient reaches a call (the backward of the loss).
+        seed_peak_bytes: peak bytes above those at the forward's end in the backward of the loss,
+            until the first gradient reaches a call.
         seed_leaves_bytes: bytes alive at the end of that stretch above those at its start.
         whole_peak_bytes: peak of the plain step (forward and backward, this microbatch),
             activations only.

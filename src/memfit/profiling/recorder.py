@@ -187,6 +187,8 @@ class TraceRecorder(TorchDispatchMode):
 
     def _dispatched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         log = self.log
+        if self.backward and _has_left(self.backward[-1], self.calls):
+            self.backward[-1].left = len(self.events)
         log.begin_operation()
         kind = self._known.kind(func)
         read: list[torch.Tensor] = []
@@ -405,6 +407,15 @@ class TraceRecorder(TorchDispatchMode):
         """
         self.log.is_backward = True
         self.backward.append(SegmentRecord(call=-1 if call is None else call.index, began=len(self.events)))
+
+
+def _has_left(segment: SegmentRecord, calls: Sequence[CallRecord]) -> bool:
+    """Tells whether the backward of a call is over, and that of code before it begins."""
+    if segment.left is not None or segment.call < 0:
+        return False
+    # What autograd adds up itself has the highest number.
+    node = torch._C._current_autograd_node()
+    return node is not None and node._sequence_nr() < calls[segment.call].began_at
 
 
 def _would_train(tensor: torch.Tensor) -> bool:

@@ -197,12 +197,15 @@ class SegmentRecord:
     Attributes:
         asked: place in the log at which backward first asked for a saved tensor that the step made;
             None: it did not.
+        left: place in the log at which backward came to nodes that were made before the call: code
+            between calls; None: it did not.
         python_calls: functions of Python that the program called.
     """
 
     call: int
     began: int
     asked: int | None = None
+    left: int | None = None
     flops: int = 0
     python_calls: int = 0
     work: dict[WorkKind, float] = field(default_factory=dict[WorkKind, float])

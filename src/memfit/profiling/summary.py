@@ -56,13 +56,14 @@ def summarize(
     backward = _backward_ranges(step, _activations)
     gradients = _backward_ranges(step, _with_gradients), _backward_ranges(step, _until_added)
     summed_gradients = _backward_stretches(step, _summed_range)
-    unsaved = _Unsaved(step, forward_only)
+    unsaved, between = _Unsaved(step, forward_only), _between_ranges(step)
     prologue = _forward_range(step, -1, ends[-1])
     seed = backward.get(-1, _Range(peak_bytes=0, end_bytes=0))
     return TraceProfile(
         rows=rows,
         calls=tuple(
-            _call(step, call, ends, backward, gradients, summed_gradients, unsaved, block_names) for call in step.calls
+            _call(step, call, ends, backward, between, gradients, summed_gradients, unsaved, block_names)
+            for call in step.calls
         ),
         storages=storages,
         loose_reads=tuple(sorted(step.loose_reads)),
@@ -105,6 +106,7 @@ def _call(
     call: CallRecord,
     ends: Mapping[int, int],
     backward: Mapping[int, _Range],
+    between: Mapping[int, _Range],
     gradients: tuple[Mapping[int, _Range], Mapping[int, _Range]],
     summed_gradients: Mapping[int, _Range],
     unsaved: _Unsaved,
@@ -140,6 +142,8 @@ def _call(
         backward_summed_peak_bytes=sums.peak_bytes if sums else None,
         backward_peak_bytes=gone.peak_bytes if gone else 0,
         backward_leaves_bytes=gone.end_bytes if gone else 0,
+        between_peak_bytes=between[call.index].peak_bytes if call.index in between else 0,
+        between_leaves_bytes=between[call.index].end_bytes if call.index in between else 0,
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
         backward_flops=sum(s.flops for s in step.backward if s.call == call.index),
         forward_work=_work(step.forward, call.index),
@@ -321,6 +325,15 @@ def _backward_stretches(step: TraceRecorder, measure: Callable[[TraceRecorder, i
     stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
     return {
         segment.call: measure(step, segment.began, stop) for segment, stop in zip(step.backward, stops, strict=True)
+    }
+
+
+def _between_ranges(step: TraceRecorder) -> dict[int, _Range]:
+    stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
+    return {
+        segment.call: _range(step, segment.left, stop, _activations)
+        for segment, stop in zip(step.backward, stops, strict=True)
+        if segment.left is not None
     }
 
 

@@ -8,9 +8,10 @@ Losses that begin their backward together are all seeds of one backward pass, wh
 that was made last first. The last call ran forward microbatch by microbatch, each followed by its
 code behind that call. So what is behind a microbatch's last call is differentiated right before
 that call's backward: for the first microbatch in the seed, for each other one at the end of the
-backward of the microbatch before, above what that has left. Where the last call has no backward,
-its turn through the microbatches lies behind all calls that have one: the seed goes through all
-losses, one by one.
+backward of the microbatch before, above what that has left. Code between two calls is made and
+differentiated likewise: right before the backward of the call in front of it, in the action of the
+microbatch before. Where the last call has no backward, its turn through the microbatches lies
+behind all calls that have one: the seed goes through all losses, one by one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ActivationBytes:
         self._draft = draft
         self._is_itemized = is_itemized
         self._segment = {first: i for i, (first, _) in enumerate(self._shape.segments)}
+        self._events = _events_by_microbatch(schedule, facts)
         self._costs = self._all_costs(schedule)
         self._done = [0] * schedule.microbatches
         self._live = [0] * schedule.microbatches
@@ -87,12 +89,14 @@ class ActivationBytes:
         if is_backward:
             self._backwards.pop()
         # Of an illegal schedule: its own seed is still to come.
-        before = [m for m in microbatches if is_backward and m in self._unseeded]
+        before = [m for m in microbatches if is_backward and self._owes(m)]
         highest, moved, grown = self._advance_all(action, [*before, *microbatches], relief)
         highest += added
-        if is_backward and self._backwards and self._backwards[-1] in self._unseeded:
-            seeds, _, _ = self._advance_all(action, self._backwards[-1:], 0)
-            highest = max(highest, grown + seeds)
+        if is_backward:
+            # What stands before the backward that comes next; behind the last one all that is left.
+            later = self._backwards[-1:] or range(len(self._events))
+            further, _, _ = self._advance_all(action, [m for m in later if self._owes(m)], 0)
+            highest = max(highest, grown + further)
         if highest > 0:
             category = "logits" if self._is_of_logits(action) else "transient"
             self._draft.rise(Tier.DEVICE, category, str(action), highest)
@@ -112,11 +116,11 @@ class ActivationBytes:
         moved = grown = 0
         highest: int | None = None
         for m in microbatches:
-            is_seed = m in self._unseeded
+            is_of_code = self._owes(m)
             self._unseeded.discard(m)
             cost = self._costs[m][self._done[m]]
-            kept = 0 if is_seed else self._keep_cut(action, m)
-            rise = grown + cost.rise_bytes + kept - (0 if is_seed else relief)
+            kept = 0 if is_of_code else self._keep_cut(action, m)
+            rise = grown + cost.rise_bytes + kept - (0 if is_of_code else relief)
             highest = rise if highest is None else max(highest, rise)
             self._change(m, cost)
             grown += cost.after_bytes - self._live[m] + kept
@@ -124,6 +128,13 @@ class ActivationBytes:
             self._done[m] += 1
             moved += cost.moved_bytes
         return highest or 0, moved, grown
+
+    def _owes(self, microbatch: int) -> bool:
+        """Tells whether code behind or between calls of a microbatch is differentiated next."""
+        if microbatch in self._unseeded:
+            return True
+        done, events = self._done[microbatch], self._events[microbatch]
+        return done < len(events) and events[done][0] is ActivationEvent.BETWEEN
 
     def relief_bytes(self, segment: int, microbatch: int, arrival: Arrival) -> int:
         """Returns the bytes that a backward rises less by, because gradients come later than they
@@ -178,7 +189,7 @@ class ActivationBytes:
     def _all_costs(self, schedule: Schedule) -> list[tuple[EventCost, ...]]:
         is_training = any(isinstance(a, Seed) for a in schedule)
         costs: list[tuple[EventCost, ...]] = []
-        for facts, events in zip(self._facts, _events_by_microbatch(schedule, self._shape), strict=True):
+        for facts, events in zip(self._facts, self._events, strict=True):
             key = events, is_training, self._is_itemized
             if key not in facts.costs:
                 life = Lifetimes(facts, is_training=is_training, is_itemized=self._is_itemized)
@@ -187,9 +198,15 @@ class ActivationBytes:
         return costs
 
 
-def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[ActivationEvent, int], ...]]:
+def _events_by_microbatch(
+    schedule: Schedule, facts: Sequence[SegmentFacts]
+) -> list[tuple[tuple[ActivationEvent, int], ...]]:
     """Lists each microbatch's part of a schedule, as events on segments."""
-    segment = {first: i for i, (first, _) in enumerate(shape.segments)}
+    segment = {first: i for i, (first, _) in enumerate(facts[0].shape.segments)}
+    takes_turns = schedule.is_interleaved and schedule.microbatches > 1
+    backwards = [a.microbatch for a in reversed(schedule.actions) if isinstance(a, Backward)] if takes_turns else []
+    # By microbatch: the segment whose backward is over, and that of the code in front of it is not.
+    owed: dict[int, int] = {}
     events: list[list[tuple[ActivationEvent, int]]] = [[] for _ in range(schedule.microbatches)]
     for action in schedule:
         match action:
@@ -201,7 +218,16 @@ def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tu
             case Forward(first=call, microbatch=m):
                 events[m].append((ActivationEvent.FORWARD, segment[call]))
             case Backward(first=call, microbatch=m):
+                if m in owed:
+                    events[m].append((ActivationEvent.BETWEEN, owed.pop(m)))
                 events[m].append((ActivationEvent.BACKWARD, segment[call]))
+                if takes_turns:
+                    backwards.pop()
+                    if facts[m].code_before(segment[call]) is not None:
+                        owed[m] = segment[call]
+                    for later in backwards[-1:] or sorted(owed):
+                        if later in owed:
+                            events[later].append((ActivationEvent.BETWEEN, owed.pop(later)))
             case Offload(call=call, microbatch=m):
                 events[m].append((ActivationEvent.OFFLOAD, segment[call]))
             case Drop(call=call, microbatch=m):

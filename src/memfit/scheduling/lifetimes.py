@@ -10,9 +10,9 @@ A storage is alive from the end of the segment that made it until the last of it
   segment that uses it last), or of held_until where that is later than last_use; what is held at
   the end of the last segment stays until the microbatch's last backward (in a forward-only pass,
   until its last forward);
-- code between calls that saved it: the backward of what stands before segment c runs before the
-  first gradient reaches call c, so within the backward of the next segment that has one, or after
-  the seed;
+- code between calls that saved it: its backward follows that of the next segment that has one, or
+  the seed. With one microbatch at a time that is part of it; where microbatches take turns it comes
+  apart (`BETWEEN`), right before the backward of the segment in front of the code;
 - a kept call that saved it inside, until its backward; an offloaded call, until its drop, or where
   it does not leave (`core.leaving`) its backward;
 - a recomputed or selective segment of which it is an argument made before the segment, until the
@@ -43,6 +43,7 @@ class ActivationEvent(Enum):
     START = "start"
     FORWARD = "forward"
     BACKWARD = "backward"
+    BETWEEN = "between"
     SEED = "seed"
     OFFLOAD = "offload"
     DROP = "drop"
@@ -90,12 +91,15 @@ class Lifetimes:
         self._on_forward: dict[int, list[StorageProfile]] = {}
         self._on_backward: dict[int, list[StorageProfile]] = {}
         self._on_drop: dict[int, list[StorageProfile]] = {}
+        self._on_between: dict[int, list[StorageProfile]] = {}
+        self._apart: set[int] = set()
 
     def follow(self, events: Sequence[tuple[ActivationEvent, int]]) -> tuple[EventCost, ...]:
         """Costs of the events, in order; indices are segments."""
         final = self._final(events)
         last = max((i for i, (e, _) in enumerate(events) if e is final), default=len(events) - 1)
         moves = {segment for event, segment in events if event is ActivationEvent.OFFLOAD}
+        self._apart = {segment for event, segment in events if event is ActivationEvent.BETWEEN}
         costs: list[EventCost] = []
         for index, (event, segment) in enumerate(events):
             rise, moved = self._take(event, segment, moves)
@@ -154,6 +158,14 @@ class Lifetimes:
                 return facts.forward_rise(segment), 0
             case ActivationEvent.BACKWARD:
                 return self._back(segment, moves), 0
+            case ActivationEvent.BETWEEN:
+                let_go = self._on_between.pop(segment, ())
+                for s in let_go:
+                    self._let_go(s)
+                self.gradient_bytes = facts.gradient_bytes[facts.shape.segments[segment][0]]
+                code = facts.code_before(segment)
+                rise = 0 if code is None else code.between_peak_bytes
+                return rise + sum(s.nbytes for s in let_go if s.index in self.alive), 0
             case ActivationEvent.OFFLOAD:
                 return 0, facts.copy_bytes(segment)
             case ActivationEvent.DROP:
@@ -213,7 +225,9 @@ class Lifetimes:
             # Backward comes to code between calls last to first, so the first to save it lets go
             # last; the seed comes before all.
             release = {facts.release_segment_between(call) for call in s.saved_outside}
-            keepers.append((self._on_backward, min(release - {SEED}, default=SEED)))
+            least = min(release - {SEED}, default=SEED)
+            is_apart = least in self._apart and any(map(facts.is_between, s.saved_outside))
+            keepers.append((self._on_between if is_apart else self._on_backward, least))
         held: set[int] = set()
         stays: set[int] = set()
         for call in s.saved_inside:
@@ -260,9 +274,14 @@ class Lifetimes:
         self.copies.pop(segment, None)
         self.extra_bytes -= facts.selected_bytes(segment)
         self.extra_bytes -= facts.extra_held_bytes(segment, leaves=False if segment in moves else None)
-        self.gradient_bytes = facts.gradient_bytes[first]
         self.logits_gradient_bytes = 0
-        return facts.backward_rise(segment) + still_held
+        if segment in self._apart:
+            self.gradient_bytes = facts.bytes_before_code(segment)
+            # Let go of in the traced rise, but behind its highest place where that is the call's.
+            still_held -= sum(s.nbytes for s in self._on_between.get(segment, ()))
+        else:
+            self.gradient_bytes = facts.gradient_bytes[first]
+        return facts.backward_rise(segment) + max(0, still_held)
 
     def _alive_bytes_of(self, call: int) -> int:
         """Sums what is alive of the storages that a call's backward lets go of in the plain run."""
@@ -274,7 +293,7 @@ class Lifetimes:
         # Of microbatches in turns, each keeps what it left on modules until the step is over.
         self.alive = {index: s for index, s in self.alive.items() if s.is_lasting}
         # Nobody is left to let go of what has died: an illegal schedule may have more events.
-        for lists in (self._on_forward, self._on_backward, self._on_drop):
+        for lists in (self._on_forward, self._on_backward, self._on_drop, self._on_between):
             lists.clear()
         self.alive_bytes = sum(s.nbytes for s in self.alive.values())
         self.logits_bytes = sum(s.nbytes for s in self.alive.values() if self._is_of_logits(s))

@@ -135,6 +135,27 @@ class SegmentFacts(SegmentStorages):
         calls = self.shared_by.get(block)
         return calls is not None and calls[0] < self.shape.segments[segment][0] <= calls[-1]
 
+    def code_before(self, segment: int) -> CallProfile | None:
+        """Returns the call of a segment whose backward runs last, if that of code in front of the
+        segment follows it and takes memory; else None. At the tail that is part of the tail's.
+        """
+        first, last = self.shape.segments[segment]
+        if segment >= self.shape.tail_segment or not self.shape.has_backward[segment]:
+            return None
+        call = next(c for c in self.trace.calls[first : last + 1] if c.has_backward)
+        return call if call.between_peak_bytes > 0 or call.between_leaves_bytes != 0 else None
+
+    def bytes_before_code(self, segment: int) -> int:
+        """Returns gradients of activations between the backward of a segment and that of the code
+        in front of it.
+        """
+        call = self.code_before(segment)
+        assert call is not None
+        freed = sum(
+            s.nbytes for s in self.released_in.get(call.index, ()) if any(map(self.is_between, s.saved_outside))
+        )
+        return max(0, self.gradient_bytes[self.shape.segments[segment][0]] - call.between_leaves_bytes - freed)
+
     def take_trace_facts(self, other: SegmentFacts) -> None:
         """Takes from another plan's facts what depends on the trace and the profile alone.
 

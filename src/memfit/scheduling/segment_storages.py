@@ -87,6 +87,11 @@ class SegmentStorages(TraceStorages):
             return self.release_segment(call)
         return segment if segment < count else SEED
 
+    def is_between(self, call: int) -> bool:
+        """Tells whether the code after `call` stands between two segments that have a backward."""
+        inside = -1 if call < 0 else self.segment_of[call]
+        return self.release_segment_between(call) > inside
+
     @cached_property
     def roles(self) -> tuple[tuple[int, int, Saved], ...]:
         """By segment: its calls and its policy. What the trace says of a segment depends on nothing
