@@ -79,7 +79,7 @@ def measure(rank: int, size: int, stage: int, precision: str, k: int) -> dict[st
         measured.append([moment.peak_bytes for moment in step.timeline.moments])
     predicted = job._assembly.planned.prepared.timeline.moments  # noqa: SLF001
     first = predicted[0]
-    batch = first.by_category.get("transient", 0) + first.by_category.get("activation", 0)
+    batch = sum(first.by_category.get(name, 0) for name in ("transient", "activation", "staging"))
     job.close()
     return {
         "resting predicted": first.peak_bytes - batch,
