@@ -30,7 +30,8 @@ from transformers import (
 import memfit
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.frozen_formats import FrozenFormat
-from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.homes.encoded_weights import decode, encode
 from memfit.integrations.transformers import MemfitMixin, MemfitTrainer
@@ -402,8 +403,12 @@ def test_a_model_whose_checkpoints_have_other_names_is_resumed(tmp_path: Path) -
     check_equal(ours, theirs)
 
 
-def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None:
-    """Distillation: the teacher is away while the student trains, and is what it was behind `close`."""
+@pytest.mark.parametrize("saved", [Saved.KEEP, Saved.RECOMPUTE])
+def test_a_teacher_that_the_loss_calls_rests_at_home_too(saved: Saved, tmp_path: Path) -> None:
+    """Distillation: the teacher is away while the student trains, and is what it was behind `close`.
+
+    Where calls run again, too, and where the user's class has its own loss in front of the mixin's methods.
+    """
 
     class Distilling(Trainer):
         def __init__(self, *args: Any, **given: Any) -> None:
@@ -413,14 +418,15 @@ def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            output = model(**inputs)
+            student: Any = self.model  # as documentation has it, past the argument
+            output = student(**inputs)
             with torch.no_grad():
                 target = self.teacher(**inputs).logits
             loss = output.loss + torch.nn.functional.mse_loss(output.logits, target)
             return (loss, output) if return_outputs else loss
 
     class OursDistilling(MemfitMixin, Distilling):
-        pass
+        compute_loss = Distilling.compute_loss
 
     teacher = llama()
     with torch.no_grad():
@@ -428,10 +434,14 @@ def test_a_teacher_that_the_loss_calls_rests_at_home_too(tmp_path: Path) -> None
             parameter.mul_(1.5)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     theirs = train(Distilling, tmp_path / "plain")
-    plan = homes([*LAYERS, *(f"teacher.{name}" for name in LAYERS)])
+    plan = replace(
+        homes([*LAYERS, *(f"teacher.{name}" for name in LAYERS)]), calls=(CallPlan(), *[CallPlan(saved=saved)] * 2)
+    )
     ours = train(OursDistilling, tmp_path / "ours", plan=plan, frozen={"teacher": teacher})
     assert is_away(teacher.model.layers[0].mlp.up_proj.weight)
+    assert [call.saved for call in ours.job.plan.calls[1:3]] == [saved, saved]
     check_equal(ours, theirs)
+    assert ours.compute_loss.__func__ is Distilling.compute_loss
     assert all(p.requires_grad for p in teacher.parameters())
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -68,7 +69,6 @@ class MemfitMixin(CollectedWindows):
         self._memfit_weights: Path | None = None
         self._memfit_states: Path | None = None
         self._memfit_in_checkpoint = False
-        self._memfit_lines: Lines | None = None
         self._memfit_trainable: list[nn.Parameter] = []
         refused = [name for name in self._memfit_options if name in DECIDED_BY_HOSTS]
         if refused:
@@ -142,24 +142,37 @@ class MemfitMixin(CollectedWindows):
                 job.load_states(self._memfit_states)
         self._memfit_weights = self._memfit_states = None
         if not self._memfit_collects:
-            self._memfit_lines = stack.enter_context(job.lines())
-            stack.callback(self._memfit_end_lines)
+            lines = stack.enter_context(job.lines())
+            if frozen:
+                stack.enter_context(self._memfit_whole_losses(lines))
 
     def _memfit_others(self) -> dict[str, nn.Module]:
         """Returns the frozen models that the loss calls, by name."""
         reference = getattr(self, "ref_model", None)
         return self._memfit_frozen | ({} if reference is None else {"reference": reference})
 
-    def _memfit_end_lines(self) -> None:
-        self._memfit_lines = None
+    @contextmanager
+    def _memfit_whole_losses(self, lines: Lines) -> Iterator[None]:
+        """Makes each `compute_loss` one forward of the lines, which calls several models.
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.compute_loss`. With frozen models beside it is one forward of the lines,
-        which calls several models.
+        Of the trainer itself: a class of the user's that begins with the mixin has its own one
+        ahead of the mixin's.
         """
-        lines = self._memfit_lines if self._memfit_others() else None
-        with nullcontext() if lines is None else lines.forward(inputs):
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        method = self.compute_loss  # type: ignore[attr-defined]
+        before = vars(self).get("compute_loss")
+
+        @wraps(method)
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with lines.forward(inputs):
+                return method(model, inputs, *args, **kwargs)
+
+        vars(self)["compute_loss"] = compute_loss
+        try:
+            yield
+        finally:
+            del vars(self)["compute_loss"]
+            if before is not None:
+                vars(self)["compute_loss"] = before
 
     def _memfit_release_others(self) -> None:
         """Gives the frozen models back as they were, where there is no job that has them."""
