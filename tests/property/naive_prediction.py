@@ -287,6 +287,17 @@ class Simulation:
             if operation.behind is not None and operation.behind in self._come:
                 gate = all_of(self.now, gate, self._come[operation.behind])
             under_way = self._start(operation, gate)
+            if operation.work and operation.update_place is UpdatePlace.BESIDE and self.hardware.device != "cpu":
+                # Its kernels, behind their transfers, are in one order with what is computed next.
+                seconds = Fraction(work_seconds(operation.work, self.hardware))
+                passed: list[Signal] = []
+                for transfer, (direction, moved) in zip(operation.transfers, under_way, strict=False):
+                    if transfer.tier is Tier.HOST:
+                        is_written = direction == "write"
+                        passed.append(
+                            self._queue(f"behind {index} {len(passed)}", seconds, moved) if is_written else moved
+                        )
+                yield from self._stall("update", all_of(self.now, *passed))
             if operation.work and operation.update_place is not UpdatePlace.BESIDE:
                 seconds = Fraction(work_seconds(operation.work, self.hardware))
                 yield self._queue("device", seconds, all_of(self.now))

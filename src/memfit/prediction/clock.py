@@ -18,6 +18,10 @@ first: what the main thread computes meanwhile comes later by as much, and where
 that costs nothing. Two that share a processor have done as much in the end. But an update whose
 pieces come over a link does nothing until that link is through with what it was given before, and
 while a transfer goes before its pieces: a fetch that the main thread waits for is not hidden by it.
+On an accelerator an update's kernels, and their waits for what comes from host memory and goes
+there, are in the order of the caller's (`homes.updates`): the main thread goes on when that has
+passed. A piece is computed when the one before it is home again, so that its work and writes to
+host memory add up. What the disk brings is waited for by the updates' own thread.
 
 Where a link's contention was measured: a transfer takes the speed of both directions while the
 other one has work, and compute goes on at `Link.compute_share` of its speed while the link has
@@ -61,6 +65,8 @@ from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 _ROUNDING_S = 1e-12
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
+# That of a main thread behind an update's traffic with host memory.
+_UPDATE = "update"
 LAST_BACKWARD = "last backward"
 """Names the instant at which the last backward is through."""
 
@@ -158,7 +164,7 @@ class Pace:
         self._sign = sign
         self._rates = _per_s(rates_of(hardware), sign)
         self._host_rates = _per_s(host_rates_of(hardware), sign)
-        self._launches_beside = not is_processor(hardware.device)
+        self._launches_beside = self.updates_in_order = not is_processor(hardware.device)
         # Seconds by work: segments share theirs among microbatches, and steps among plans.
         self._known_s: dict[Work, float] = {}
         self._host_known_s: dict[Work, float] = {}
@@ -305,17 +311,23 @@ class Clock:
         end = come = begin
         # Its own pieces come behind all that their links were given before.
         fed = self._fed(operation, begin) if operation.update_place is UpdatePlace.BESIDE else begin
+        passed: dict[str, float] = {}
         for transfer in operation.transfers:
             moved = self._serve(
                 transfer, end if operation.is_chain else begin, in_pieces=operation.update_place is not None
             )
             end = max(end, moved)
+            if transfer.tier is Tier.HOST:
+                passed[transfer.direction] = moved
             if transfer.direction == "read":
                 come = max(come, moved)
         if operation.work and self._pace is not None:
             seconds = self._pace.work_s(operation.work)
             if operation.update_place is UpdatePlace.BESIDE:
                 end = max(end, self._update_beside(fed, seconds, operation))
+                if self._pace.updates_in_order and passed:
+                    # A piece is computed when the one before is home: writes and work take turns.
+                    self._stop_until(max(passed.get("read", 0.0), passed.get("write", -seconds) + seconds), _UPDATE)
             else:
                 self._compute(seconds, self._pace)
         if operation.host_work and self._pace is not None:
@@ -456,16 +468,15 @@ class Clock:
     def _stop(self, transfer: Transfer, begin: float) -> float:
         """Returns when a transfer that the main thread itself waits for is done."""
         done = self._serve(transfer, begin)
-        if done > self.now_s:
-            self.stalls_s[_SUM] = self.stalls_s.get(_SUM, 0.0) + done - self.now_s
-            self._note(COMPUTE_LANE, "stall", _SUM, self.now_s, done)
-            self.now_s = done
+        self._stop_until(done, _SUM)
         return done
 
     def _wait(self, tokens: Iterable[Token]) -> None:
         for token in tokens:
-            done = self._done_s[token]
-            if done > self.now_s:
-                self.stalls_s[token.kind] = self.stalls_s.get(token.kind, 0.0) + done - self.now_s
-                self._note(COMPUTE_LANE, "stall", token.kind, self.now_s, done)
-                self.now_s = done
+            self._stop_until(self._done_s[token], token.kind)
+
+    def _stop_until(self, done_s: float, cause: str) -> None:
+        if done_s > self.now_s:
+            self.stalls_s[cause] = self.stalls_s.get(cause, 0.0) + done_s - self.now_s
+            self._note(COMPUTE_LANE, "stall", cause, self.now_s, done_s)
+            self.now_s = done_s
