@@ -480,13 +480,8 @@ class _Lowering:
         self._line.wait(block)
         return self._tokens.waits(_UPDATE, block)
 
-<<<<<<< HEAD
-    # By class, not by patterns: each action of each candidate of a planner passes here. Functions,
-    # not bound methods: a lowering that held those would wait for the collector of cycles.
-=======
     # By class, not by patterns: every action of every candidate of a planner passes here.
     # Functions: a lowering that held its bound methods would wait for the collector of cycles.
->>>>>>> c8e3484 (Planning: a generator's type, and lines of 100 columns)
     _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
         **dict.fromkeys((Start, Forward, Backward, Seed), _compute),
         **dict.fromkeys((Offload, Drop, Reload), _move),
