@@ -200,6 +200,13 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.Tensor]:
     return model, torch.optim.AdamW(model.parameters()), lambda m, x: (m(x) - x).square().mean(), torch.randn(8, 256)
 
 
+SIDES = {
+    "recompute": "Activations:", "select": "Activations:", "offload": "Activations:", "microbatches": "Activations:",
+    "updates in backward": "Gradients:", "optimizer states of": "Weights' side:", "weights of": "Weights' side:",
+    "gradients of": "Weights' side:",
+}  # fmt: skip
+
+
 def small_card(host: int = 8 * MIB) -> Hardware:
     return Hardware(
         device="card",
@@ -227,6 +234,11 @@ def test_what_else_is_told_is_what_the_question_would_be_answered(asked: tuple[t
     assert explained.increments[-1].seconds == pytest.approx(advice.timeline.seconds)
     saved = sum(increment.saves_bytes for increment in explained.increments)
     assert explained.increments[0].peak_bytes - saved == explained.increments[-1].peak_bytes
+    # Which bytes a decision helps follows from its kind, told from its name alone.
+    for increment in explained.increments[1:]:
+        for word, bytes_of in SIDES.items():
+            assert word not in increment.adds or bytes_of in increment.why, increment
+    assert len({increment.why for increment in explained.increments}) == len(explained.increments)
     step = 72 * MIB // 8 >> 20 << 20
     variants = {
         "9.0 MiB more of the device": {"limit": 72 * MIB + step},

@@ -25,7 +25,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import GIB, MIB, format_bytes
 from memfit.job.described import PlannedMachine
 from memfit.job.plan_checks import check_effect
-from memfit.job.plan_increments import points_from_plain
+from memfit.job.plan_increments import points_and_reasons
 from memfit.job.problem import Problem
 from memfit.planning.choice_notes import note_choices
 from memfit.planning.plan_answers import Explanation, IncrementNote, WhatIf
@@ -136,7 +136,7 @@ def explain_plan(
         schedule = build_step(other, profile, clips_norm=clips_norm)
         return appraise(lower(schedule, other, profile, device=hardware.device), hardware)
 
-    points = points_from_plain(plan, profile, hardware, clips_norm=clips_norm)
+    points = points_and_reasons(plan, profile, hardware, clips_norm=clips_norm)
     increments = [
         IncrementNote(
             adds=point.name,
@@ -144,8 +144,9 @@ def explain_plan(
             seconds=point.seconds,
             saves_bytes=before.peak_bytes - point.peak_bytes,
             costs_s=point.seconds - before.seconds,
+            why=why,
         )
-        for before, point in pairwise([*points[:1], *points])
+        for (before, _), (point, why) in pairwise([*points[:1], *points])
     ]
     return Explanation(
         choices=note_choices(plan, profile, price), increments=tuple(increments), phases=find_phases(timeline)

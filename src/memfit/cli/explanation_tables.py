@@ -84,6 +84,9 @@ def _print_increments(console: Console, explanation: Explanation) -> None:
         for increment in explanation.increments
     ]
     print_table(console, "One decision more at a time", ("with", "tensors", "step", "saves", "costs"), rows)
+    console.print("Why each, and why in this order:", markup=False)
+    for increment in explanation.increments:
+        console.print(f"  {increment.adds}: {increment.why}", markup=False)
 
 
 def _print_choices(console: Console, explanation: Explanation) -> None:

@@ -24,6 +24,7 @@ class IncrementNote:
         seconds: of a step, likewise.
         saves_bytes: less than without it.
         costs_s: more than without it.
+        why: it helps (which bytes), and stands before the next.
     """
 
     adds: str
@@ -31,6 +32,7 @@ class IncrementNote:
     seconds: float
     saves_bytes: int
     costs_s: float
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
