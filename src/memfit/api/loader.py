@@ -113,10 +113,16 @@ class ResumableLoader:
         """
         for key, value in self._shape().items():
             if state.get(key) != value:
-                raise UsageError(f"the loader's {key} is {value}, and was {state.get(key)!r:.40} in the run")
+                raise UsageError(
+                    f"the loader's {key} is {value}, and was {state.get(key)!r:.40} in the run: make the loader "
+                    "as it was, or begin another run"
+                )
         epoch, batch = state.get("epoch"), state.get("batch")
         if type(epoch) is not int or type(batch) is not int or epoch < 0 or not 0 <= batch <= len(self):
-            raise UsageError(f"the loader cannot go on behind batch {batch!r:.40} of epoch {epoch!r:.40}")
+            raise UsageError(
+                f"the loader cannot go on behind batch {batch!r:.40} of epoch {epoch!r:.40} (an epoch has {len(self)}): "
+                "give the state that state_dict() of such a loader gave"
+            )
         self._epoch, self._batch = epoch, batch
 
     def _shape(self) -> dict[str, int | bool]:

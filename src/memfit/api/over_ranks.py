@@ -91,7 +91,9 @@ def begin_over_ranks(
     else:
         plan, reason = _chosen(setup, ranks, sample)
     if plan.ranks not in (1, ranks.size):
-        raise PlanError(f"the plan is for {plan.ranks} ranks, and there are {ranks.size}")
+        raise PlanError(
+            f"the plan is for {plan.ranks} ranks, and there are {ranks.size}: start as many, or leave plan= out"
+        )
     plan = replace(plan, ranks=ranks.size)
     # Rank 0's, where each has chosen: two plans that are both legal would meet in other orders.
     text, reason = optional_texts(ranks, plan.to_json())[0], optional_texts(ranks, reason)[0]

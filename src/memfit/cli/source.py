@@ -178,7 +178,9 @@ def read_parts(text: str, given: Any) -> SourceParts:
         if position is not None:
             batches.load_state_dict(position)  # the sample is the first step's batch too
         if sample is None:
-            raise UsageError(f"the {type(batches).__name__} of {text} gives no batches")
+            raise UsageError(
+                f"the {type(batches).__name__} of {text} gives no batches: return one that can be iterated again, over data that is there"
+            )
     return SourceParts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)
 
 

@@ -81,7 +81,9 @@ def train(
     limit_bytes = parse_bytes(DEFAULT_LIMIT if machine.limit is None else machine.limit)
     check_save(save)
     if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError(f"the report cannot be written to {report}: there is no directory {report.parent}")
+        raise UsageError(
+            f"the report cannot be written to {report}: there is no directory {report.parent}; make it, or name another"
+        )
     process = prepare_process()
     settings = TrainSettings(
         recipe=_chosen(source, data, rate),

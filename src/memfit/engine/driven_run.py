@@ -216,7 +216,10 @@ class DrivenRun(StepRun):
         self._end_compute()
         seed = next(i for i, o in enumerate(self._operations) if isinstance(o.action, Seed))
         if self._next > seed:
-            raise PlanError(f"backward began where the schedule had passed {self._operations[seed].action}")
+            raise PlanError(
+                f"backward began where the schedule had passed {self._operations[seed].action}: the forward of these lines is not the "
+                "one that was planned. Call zero_grad() and begin it again; if it comes again, fit with this batch as the sample"
+            )
         self._do_to(seed)
         self._begin(self._operations[seed])
         self._next = seed + 1

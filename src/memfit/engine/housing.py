@@ -158,7 +158,7 @@ class House:
     def _factory(self, tier: Tier) -> HomeFactory:
         if tier not in self.factories:
             raise PlanError(
-                f"the plan names the tier {str(tier)!r}, and this job has homes in {[*map(str, self.factories)]}"
+                f"the plan names the tier {str(tier)!r}, and this job has homes in {[*map(str, self.factories)]}: name one of these"
             )
         return self.factories[tier]
 

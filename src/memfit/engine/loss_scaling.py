@@ -119,7 +119,9 @@ class LossScaler:
         """
         missing = sorted(set(self.state_dict()) - set(state))
         if missing:
-            raise UsageError(f"this is not the state of a loss scaler: it has no {missing[0]!r}")
+            raise UsageError(
+                f"this is not the state of a loss scaler: it has no {missing[0]!r}. Load what state_dict() gave"
+            )
         self.scale = _number(state, "scale", 0.0, math.inf)
         self._growth_factor = _number(state, "growth_factor", 1.0, math.inf)
         self._backoff_factor = _number(state, "backoff_factor", 0.0, 1.0)
@@ -146,14 +148,14 @@ def _number(state: Mapping[str, Any], key: str, least: float, most: float) -> fl
         or not (least <= found <= most)
         or found == math.inf
     ):
-        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}")
+        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}. Load what state_dict() gave")
     return float(found)
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:
     found = state[key]
     if type(found) is not int or not 0 <= found < 1 << 63:
-        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}")
+        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}. Load what state_dict() gave")
     return found
 
 

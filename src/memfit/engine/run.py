@@ -349,7 +349,8 @@ class StepRun:
         for m in microbatches:
             if not self._coroutines[m].is_finished:
                 raise PlanError(
-                    f"seed m{m}: the microbatch is not at its end; its code made more calls than the schedule"
+                    f"seed m{m}: the microbatch is not at its end; its code made more calls than the schedule. Close the job, and fit "
+                    "with a batch that makes these calls as the sample"
                 )
         seeds = self._seeds(microbatches)
         if self._passes.tail is None:
@@ -439,7 +440,10 @@ class StepRun:
             while self._next < position:
                 passed = self._operations[self._next]
                 if isinstance(passed.action, Forward | Start | Seed | Joint | Commit):
-                    raise PlanError(f"autograd reached {action} before the schedule's {passed.action}")
+                    raise PlanError(
+                        f"autograd reached {action} before the schedule's {passed.action}: the loss goes back through other calls than the "
+                        "sample's did. Close the job, and fit with such a batch as the sample"
+                    )
                 self._next += 1
                 if isinstance(passed.action, Backward):
                     self._begin(passed)  # no gradient came here

@@ -67,14 +67,18 @@ class Counts:
             UsageError: a count is invalid, or all are known and add up to 0.
         """
         if not all(0.0 <= count < math.inf for count in counts):
-            raise UsageError(f"a loss that returns (sum, count) must count from 0 up; it gave {list(counts)}")
+            raise UsageError(
+                f"a loss that returns (sum, count) must count from 0 up; it gave {list(counts)}. Return the number of "
+                "targets that the sum is of"
+            )
         self._missing -= len(counts)
         self._total += sum(counts)
         if self.is_complete:
             self._total = self._over_ranks(self._total)
         if self.is_complete and not self._total > 0.0:
             raise UsageError(
-                "the loss returned (sum, count), and the counts of the whole batch add up to 0: there is no mean"
+                "the loss returned (sum, count), and the counts of the whole batch add up to 0: there is no mean. Skip a batch "
+                "without targets"
             )
         if self._divisor is None:
             so_far = self._total if self.is_complete else self._over_ranks(self._total)
@@ -194,7 +198,8 @@ def check_loss(loss: Any) -> None:
     """Checks that a loss is one number that can be differentiated. Raises `UsageError`."""
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
-            f"the loss function must return a tensor of one element (or a pair of sum and count), not {type(loss).__name__}"
+            f"the loss function must return a tensor of one element (or a pair of sum and count), not {type(loss).__name__}: "
+            "return the loss itself, not its .item()"
         )
     if loss.numel() != 1:
         raise UsageError(
@@ -205,4 +210,7 @@ def check_loss(loss: Any) -> None:
             raise UsageError(
                 "gradients are off where job.step is called (torch.no_grad, torch.inference_mode): call it outside of that"
             )
-        raise UsageError("the loss does not depend on any parameter that trains: nothing would be updated")
+        raise UsageError(
+            "the loss does not depend on any parameter that trains: nothing would be updated. Compute it from the model's output "
+            "without detach(), and unfreeze a parameter (requires_grad_())"
+        )

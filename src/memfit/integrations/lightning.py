@@ -243,7 +243,7 @@ class MemfitStrategy(_AtHome):
             return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
         if not (path / _REST).is_file():
             raise UsageError(
-                f"the checkpoint {path} has no {_REST}: it was not written to its end, or not by MemfitStrategy"
+                f"the checkpoint {path} has no {_REST}: it was not written to its end, or not by MemfitStrategy; name another"
             )
         self._saved = path
         # Written by this trainer: callbacks keep objects of their own classes in it.

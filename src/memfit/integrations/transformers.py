@@ -424,6 +424,7 @@ def _last_whole(directory: Path) -> Path:
     whole = [path for path in found if all((path / name).is_file() for name in (_LAST, _STATES, _SCHEDULER))]
     if not whole:
         raise UsageError(
-            f"resume_from_checkpoint=True: {directory} has no checkpoint that was written to its end (found {sorted(path.name for path in found)})"
+            f"resume_from_checkpoint=True: {directory} has no checkpoint that was written to its end (found {sorted(path.name for path in found)}). "
+            "Name one by its path, or leave it out to begin anew"
         )
     return max(whole, key=lambda path: int(path.name.split("-")[-1]))

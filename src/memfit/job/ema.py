@@ -235,7 +235,9 @@ class MemfitEma:
         into = bytearray(count * size)
         offset = self._begin + place.offset + first * size
         if not read_at(self._file, into, offset):
-            raise OSError(f"the file of averages {self.path} ends before its end: it was cut from outside")
+            raise OSError(
+                f"the file of averages {self.path} ends before its end: it was cut from outside. Remove it, and begin averages anew"
+            )
         return torch.frombuffer(into, dtype=place.dtype)
 
     def _put(self, place: _AveragePlace, first: int, values: torch.Tensor) -> None:
@@ -250,6 +252,6 @@ def _copy_file(source: int, target: int, nbytes: int) -> None:
     while done < nbytes:
         found = os.pread(source, min(1 << 21, nbytes - done), done)
         if not found:
-            raise OSError("a file of averages ends before its end: it was cut from outside")
+            raise OSError("a file of averages ends before its end: it was cut from outside. Load another save")
         write_at(target, found, done)
         done += len(found)

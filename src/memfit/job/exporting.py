@@ -344,7 +344,8 @@ def _decoded(
         return None
     if place.nbytes != records_of(chosen).size(numel):
         raise StoreError(
-            f"{place.name!r} of the store has {place.nbytes} bytes, and {numel} elements in {chosen} take {records_of(chosen).size(numel)}: it is damaged"
+            f"{place.name!r} of the store has {place.nbytes} bytes, and {numel} elements in {chosen} take {records_of(chosen).size(numel)}: it is damaged; take "
+            "another commit"
         )
     slot = StateSlot(
         key=key,

@@ -172,7 +172,9 @@ class StepJournal:
         self._driver.abandon_step()
         settings = part(record, "settings", list)
         if not all(isinstance(group, dict) for group in settings):
-            raise StoreError("the record of the step has no proper 'settings': it is damaged")
+            raise StoreError(
+                "the record of the step has no proper 'settings': it is damaged; take another save, or begin anew in another directory"
+            )
         self._driver.begin_again(settings)
         try:
             self._make(record)
@@ -267,11 +269,15 @@ def _number(record: Mapping[str, Any], key: str) -> float | None:
     found = record.get(key)
     if found is None or isinstance(found, float):
         return found
-    raise StoreError(f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit")
+    raise StoreError(
+        f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit; take another save, or begin anew in another directory"
+    )
 
 
 def _numbers(record: Mapping[str, Any], key: str) -> list[float]:
     found = part(record, key, list)
     if all(isinstance(one, float) for one in found):
         return found
-    raise StoreError(f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit")
+    raise StoreError(
+        f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit; take another save, or begin anew in another directory"
+    )

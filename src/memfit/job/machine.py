@@ -380,7 +380,9 @@ def open_machine(
 def _tell_fallback(reason: TierUnavailableError) -> None:
     """Says what is lost without memfit's allocator."""
     warnings.warn(
-        f"this process has no allocator of memfit's ({str(reason).splitlines()[0]:.160}). Training goes on; memory is read from /proc instead of counted, so that "
+        # What to do about it stands at the end here.
+        f"this process has no allocator of memfit's ({str(reason).splitlines()[0].split(';')[0]:.300}). Training goes on; "
+        "memory is read from /proc instead of counted, so that "
         "figures are off by up to 65 MB, steps are not measured action by action, freed memory costs more time, and emulate_device is not there. "
         "Install g++, or a wheel that was built for this torch (make wheel)",
         MemfitWarning,

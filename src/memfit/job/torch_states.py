@@ -133,7 +133,9 @@ def _value(file: int, key: str, place: Any) -> Any:
     if found.numel():
         first = _offset(place, key) + int(place.storage_offset()) * place.element_size()
         if not read_at(file, content, first):
-            raise StoreError(f"the file of optimizer states ends in the middle of {key!r}: it is damaged")
+            raise StoreError(
+                f"the file of optimizer states ends in the middle of {key!r}: it is damaged; name another checkpoint"
+            )
     return found
 
 
