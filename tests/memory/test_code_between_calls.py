@@ -18,6 +18,10 @@ from memfit.scheduling.lower import lower
 from memory.measured_steps import Interval, measure_step
 
 WIDTH, LAYERS = 768, 4
+# Kinds that call each layer twice.
+TWICE = ("twice", "beside")
+# A recomputed call takes a state of the random generator as it begins, which is not counted.
+STATE_BYTES = 5056
 # Losses, and states of random generators that are counted where they lie for a moment.
 SMALL_BYTES = 16
 MOST_OVER_BYTES = 3 * 5056
@@ -34,6 +38,10 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+            if self._kind == "twice":
+                x = layer(x)
+            elif self._kind == "beside":
+                x = x + layer(x)
             if self._kind == "gelu":
                 x = nn.functional.gelu(x)
             elif self._kind == "sines":
@@ -51,7 +59,7 @@ def second_step(kind: str, microbatches: int, rows: int, saved: Saved, directory
     before = allocator.stats().live_bytes
     model, batch = Chain(kind), torch.randn(rows, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=False)
-    plan = Plan(microbatches=microbatches, calls=(CallPlan(saved=saved),) * LAYERS)
+    plan = Plan(microbatches=microbatches, calls=(CallPlan(saved=saved),) * LAYERS * (2 if kind in TWICE else 1))
     with memfit.fit(
         model,
         optimizer,
@@ -65,7 +73,7 @@ def second_step(kind: str, microbatches: int, rows: int, saved: Saved, directory
         return measure_step(job, batch, timeline, allocator, before)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "sines", "halves"])
+@pytest.mark.parametrize("kind", ["gelu", "sines", "halves", "twice", "beside"])
 @pytest.mark.parametrize(
     ("microbatches", "rows", "saved"), [(1, 400, Saved.KEEP), (3, 801, Saved.KEEP), (4, 402, Saved.RECOMPUTE)]
 )
@@ -73,9 +81,10 @@ def test_no_action_takes_more_than_is_predicted_where_the_model_computes_between
     kind: str, microbatches: int, rows: int, saved: Saved, tmp_path: Path
 ) -> None:
     """With several microbatches that code is differentiated behind the calls of all of them, and holds what it saved until then."""
+    unseen = SMALL_BYTES + STATE_BYTES * (saved is Saved.RECOMPUTE)
     for interval in second_step(kind, microbatches, rows, saved, tmp_path):
-        assert interval.peak_bytes <= interval.predicted_peak_bytes + SMALL_BYTES, interval
-        assert interval.live_bytes <= interval.predicted_bytes + SMALL_BYTES, interval
+        assert interval.peak_bytes <= interval.predicted_peak_bytes + unseen, interval
+        assert interval.live_bytes <= interval.predicted_bytes + unseen, interval
 
 
 @pytest.mark.parametrize("kind", ["gelu", "sines", "halves"])

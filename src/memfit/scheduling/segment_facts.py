@@ -39,6 +39,7 @@ from memfit.scheduling.segment_storages import SegmentStorages
 _OF_THE_TRACE = (
     "gradient_bytes",
     "shared_by",
+    "_unknown_bytes",
     "related",
     "plain_release",
     "released_in",
@@ -108,17 +109,31 @@ class SegmentFacts(SegmentStorages):
 
     def _waiting_bytes(self, call: int) -> int:
         """Sums gradients of shared weights that wait for another part after a call's backward."""
-        return sum(
-            self.profile.block(name).gradient_bytes
-            for name, calls in self.shared_by.items()
-            if calls[0] < call <= calls[-1]
-        )
+        return sum(self._unknown_bytes[name] for name, calls in self.shared_by.items() if calls[0] < call <= calls[-1])
+
+    @cached_property
+    def _unknown_bytes(self) -> dict[str, int]:
+        """By shared block: bytes of the first part of its gradient that the trace has among
+        activations. Autograd may add the later parts to that one in place: then it is the gradient,
+        and the trace knows it as such.
+        """
+        unknown: dict[str, int] = {}
+        for name, calls in self.shared_by.items():
+            begins = self.trace.calls[calls[-1]]
+            own = sum(
+                self.profile.block(other).gradient_bytes for other in begins.blocks if other not in self.shared_by
+            )
+            known = max(0, begins.gradient_bytes - own)
+            # Of several that begin here the first are taken for known: it is their sum that counts.
+            earlier = [other for other in unknown if self.shared_by[other][-1] == calls[-1]]
+            known -= sum(self.profile.block(other).gradient_bytes - unknown[other] for other in earlier)
+            nbytes = self.profile.block(name).gradient_bytes
+            unknown[name] = nbytes - min(nbytes, known)
+        return unknown
 
     def _backward_peak(self, call: int) -> int:
         """A call's traced rise, without gradients of weights that begin to wait in it."""
-        begun = sum(
-            self.profile.block(name).gradient_bytes for name, calls in self.shared_by.items() if calls[-1] == call
-        )
+        begun = sum(self._unknown_bytes[name] for name, calls in self.shared_by.items() if calls[-1] == call)
         return max(0, self.trace.calls[call].backward_peak_bytes - begun)
 
     def has_waited(self, block: str, segment: int) -> bool:
