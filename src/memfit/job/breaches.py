@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from memfit.allocator.kernel import is_refusal
-from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
+from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, PeerError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.log import LOG
 from memfit.core.plan import Plan
@@ -130,6 +130,7 @@ def assemble_tighter(
     )
     now = before
     try:
+        _end_visits(before)
         while True:
             now.give_up()
             clear_frames(error)
@@ -155,6 +156,17 @@ def assemble_tighter(
         after=now.plan,
         reason=now.planned.reason,
     )
+
+
+def _end_visits(given_up: Assembly) -> None:
+    """Ends visits that failed with the group of the ranks: its thread has ended, and nothing of it
+    writes to their memory any more.
+    """
+    for block in given_up.blocks if given_up.planned.setup.ranks is not None else ():
+        try:
+            block.release()
+        except PeerError:
+            block.release(forgets_arrival=True)
 
 
 def assemble_fitting(
