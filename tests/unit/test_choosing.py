@@ -266,7 +266,7 @@ def test_a_refusal_names_a_limit_that_holds_what_the_search_took_of_the_process(
     assert caught.value.smallest_limit_bytes == (100 + 7 + 50 + 4) << 20
 
 
-@pytest.mark.parametrize(("grows", "is_found"), [((7, 3, 3, 2, 1, 1, 1, 1), True), ((1, 60, 60), False)])
+@pytest.mark.parametrize(("grows", "is_found"), [((7, 3, 3, 2, 1, 1, 1, 1), True), ((1, 60, 60, 60, 60), False)])
 def test_a_plan_is_taken_only_if_it_fits_beside_what_its_own_search_took(
     grows: tuple[int, ...], is_found: bool
 ) -> None:

@@ -6,9 +6,10 @@ smallest limit holds what a search takes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.api.choosing import Choice
@@ -40,10 +41,10 @@ def choose_in_room(
     Raises:
         DoesNotFitError: no plan fits, or none that was found did when it had been found.
     """
-    missing, room = 0, budget(found)
+    missing, grown, room = 0, 0, budget(found)
     for attempt in itertools.count(1):
         try:
-            chosen = choose(found, replace(room, base_bytes=room.base_bytes + missing))
+            chosen = _choose_within(found, room, (missing + grown, missing), choose)
         except DoesNotFitError as error:
             raise _beside_a_search(error, found, budget) from None
         left = budget(chosen.profile, chosen.plan)
@@ -54,10 +55,27 @@ def choose_in_room(
             last = "the plan that was found last"
             refusal = Refusal(budget=left, peak_bytes=peak, plan=last, report="", advice=_ADVICE, varies=True)
             raise _beside_a_search(refusal.error(), found, budget)
+        missing += peak - left.tensor_bytes
         before, room = room, budget(found)
         # The next search may take as much of the process as the last one did.
-        missing += peak - left.tensor_bytes + max(0, room.base_bytes - before.base_bytes)
+        grown = max(0, room.base_bytes - before.base_bytes)
     raise AssertionError
+
+
+def _choose_within(
+    found: Profile, room: Budget, kept_free: Sequence[int], choose: Callable[[Profile, Budget], Choice]
+) -> Choice:
+    """Chooses a plan with the first of these amounts kept free, most first, that lets one fit.
+
+    Raises:
+        DoesNotFitError: no plan fits with the least of them.
+    """
+    *more, least = kept_free
+    for nbytes in more:
+        if nbytes > least:
+            with contextlib.suppress(DoesNotFitError):
+                return choose(found, replace(room, base_bytes=room.base_bytes + nbytes))
+    return choose(found, replace(room, base_bytes=room.base_bytes + least))
 
 
 def _beside_a_search(error: DoesNotFitError, found: Profile, budget: Callable[..., Budget]) -> DoesNotFitError:
