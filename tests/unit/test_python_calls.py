@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -102,3 +104,38 @@ def test_a_later_batch_takes_what_an_earlier_one_counted() -> None:
     uncounted = profile_step(model, loss, torch.ones(5, 8), blocks, checks_repeat=False, counts_python=False)
     assert sum(counted(uncounted.traces[5])) == 0
     assert with_python_of(uncounted, earlier) == again
+
+
+class Held:
+    """Something in a cycle."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+
+class Collecting(Looking):
+    """Leaves cycles, whose ends call a function of Python, and may have them collected."""
+
+    def __init__(self, *, collects: bool) -> None:
+        super().__init__(CALLS)
+        self.collects, self.ends = collects, list[Any]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ends += [weakref.ref(Held(), lambda _: looked_at(x)) for _ in range(20)]
+        if self.collects:
+            gc.collect()
+        return super().forward(x)
+
+
+def test_what_a_collection_calls_while_a_program_runs_is_not_the_program_s() -> None:
+    """Collections come whenever they do, end what others have left, and call what others want to hear of them."""
+
+    def hears(_phase: str, _found: dict[str, int]) -> None:
+        looked_at(torch.ones(1))
+
+    gc.callbacks.append(hears)
+    try:
+        collecting = counted(traced(Collecting(collects=True)))
+    finally:
+        gc.callbacks.remove(hears)
+    assert collecting == counted(traced(Collecting(collects=False)))

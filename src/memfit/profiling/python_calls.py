@@ -8,7 +8,9 @@ operation, with attributes read and arguments handed on in each, plain modules o
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,13 +65,39 @@ class PythonCalls:
         if sys.getprofile() is not None:
             yield
             return
-        self.is_counting = True
-        sys.setprofile(self._note)
+        with self._without_collections():
+            self.is_counting = True
+            sys.setprofile(self._note)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+                self.is_counting = False
+
+    @contextmanager
+    def _without_collections(self) -> Iterator[None]:
+        """Counts nothing of what the collector of cycles calls, whenever it comes: ends of what
+        others left, and their callbacks around collections.
+        """
+        own, was_paused = threading.get_ident(), False
+
+        def begin(phase: str, _: dict[str, int]) -> None:
+            nonlocal was_paused
+            if phase == "start" and threading.get_ident() == own:
+                was_paused, self._is_paused = self._is_paused, True
+
+        def end(phase: str, _: dict[str, int]) -> None:
+            if phase == "stop" and threading.get_ident() == own:
+                self._is_paused = was_paused
+
+        # Around all others.
+        gc.callbacks.insert(0, begin)
+        gc.callbacks.append(end)
         try:
             yield
         finally:
-            sys.setprofile(None)
-            self.is_counting = False
+            gc.callbacks.remove(begin)
+            gc.callbacks.remove(end)
 
     def uncounted(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Calls what is not the program's."""
