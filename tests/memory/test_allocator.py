@@ -231,8 +231,9 @@ def test_ledgers_are_counted_and_limited_apart_and_a_block_remembers_its_own(all
     assert allocator.stats("host").live_bytes - host == 2 * MIB + 100
     assert allocator.stats("device").live_bytes - device == 3 * MIB
     allocator.set_limit(allocator.stats("host").mapped_bytes, "host")
-    with allocator.ledger("host"), pytest.raises(torch.OutOfMemoryError, match="limit of host memory"):
+    with allocator.ledger("host"), pytest.raises(torch.OutOfMemoryError, match="limit of host memory") as breach:
         make_bytes(MIB)
+    assert "limit of host memory" in refusal_words(breach.value)
     also = make_bytes(MIB)
     del here, small, there, also
     assert (allocator.stats("device").live_bytes, allocator.stats("host").live_bytes) == (device, host)

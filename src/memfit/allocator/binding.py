@@ -245,6 +245,12 @@ def installed() -> Allocator | None:
     return _installed
 
 
+LIMIT_MET = re.compile(r"In bytes: requested (?P<asked>\d+), mapped (?P<mapped>\d+), limit (?P<limit>\d+)")
+"""The last line of `limit_message` of allocator.cpp: torch passes on the words of an error in C++,
+and nothing else.
+"""
+
+
 def shortfall_bytes(error: BaseException) -> int | None:
     """By how much an allocation that the limit refused passed it; None for what this allocator did
     not refuse.
@@ -252,10 +258,9 @@ def shortfall_bytes(error: BaseException) -> int | None:
     Args:
         error: an error as torch raises it; its text is `limit_message` of allocator.cpp.
     """
-    found = re.search(r"In bytes: requested (\d+), mapped (\d+), limit (\d+)", str(error))
+    found = LIMIT_MET.search(str(error))
     if found is None:
         return None
-    # By the text: torch passes on the words of an error in C++, and nothing else.
     requested, mapped, limit = map(int, found.groups())
     return requested + mapped - limit
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import re
 import resource
 from pathlib import Path
 
 import torch
 
 from memfit.allocator import procfs
+from memfit.allocator.binding import LIMIT_MET
 from memfit.core.units import format_bytes
 
 _TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
@@ -97,10 +97,6 @@ def is_refusal(error: BaseException) -> bool:
     )
 
 
-_LIMIT_MET = re.compile(r"In bytes: requested (?P<asked>\d+), mapped (?P<mapped>\d+), limit (?P<limit>\d+)")
-"""The last line of a message of `allocator.cpp`."""
-
-
 def refusal_words(error: BaseException) -> str:
     """The first line of what refused, with a full stop.
 
@@ -108,8 +104,8 @@ def refusal_words(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines()
     words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
-    met = _LIMIT_MET.search(str(error))
-    if met is not None:
+    met = LIMIT_MET.search(str(error))
+    if met is not None and "limit of host memory" not in words:
         # Without what to try, which is said by who tells of it.
         asked, mapped, limit = (format_bytes(int(met[name])) for name in ("asked", "mapped", "limit"))
         return f"{asked} were asked for, and of the {limit} for tensors {mapped} are taken."
