@@ -69,7 +69,7 @@ def machines(draw: Any) -> Hardware:
 
     spec = {tier: TierSpec(nbytes=1 << 40, link=link()) for tier in (Tier.HOST, Tier.DISK)}
     return Hardware(
-        device="gpu",
+        device=draw(st.sampled_from(["gpu", "cpu"])),
         flops_per_s=draw(st.sampled_from([1e3, 1e5, 1e7])),
         tiers={Tier.DEVICE: TierSpec(nbytes=1 << 40), **spec},
         update_elements_per_s=draw(elements),

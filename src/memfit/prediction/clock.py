@@ -287,9 +287,19 @@ class Clock:
             return 0.0
         return sum(t.nbytes / self._pace.lane(t.tier, t.direction).alone for t in step.commit)
 
-    def _note(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
+    def _note(
+        self,
+        lane: str,
+        kind: str,
+        name: str,
+        start_s: float,
+        end_s: float,
+        nbytes: int = 0,
+        moment: int | None = None,
+    ) -> None:
         if self._records and end_s > start_s:
-            self.intervals.append(Interval(lane, kind, name, self._moment, nbytes, start_s, end_s))
+            at = self._moment if moment is None else moment
+            self.intervals.append(Interval(lane, kind, name, at, nbytes, start_s, end_s))
 
     def _work(self, lane: str, seconds: float) -> None:
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
@@ -309,8 +319,11 @@ class Clock:
         if operation.behind is not None:
             begin = max(begin, self._come_s.get(operation.behind, 0.0))
         end = come = begin
-        # Its own pieces come behind all that their links were given before.
-        fed = self._fed(operation, begin) if operation.update_place is UpdatePlace.BESIDE else begin
+        reads, fed = frozenset[Tier](), begin
+        if operation.update_place is UpdatePlace.BESIDE:
+            # Its own pieces come behind all that their links were given before.
+            reads = _read_in_pieces(operation)
+            fed = max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
         passed: dict[str, float] = {}
         for transfer in operation.transfers:
             moved = self._serve(
@@ -324,7 +337,7 @@ class Clock:
         if operation.work and self._pace is not None:
             seconds = self._pace.work_s(operation.work)
             if operation.update_place is UpdatePlace.BESIDE:
-                end = max(end, self._update_beside(fed, seconds, operation))
+                end = max(end, self._update_beside(fed, seconds, operation.gives, reads))
                 if self._pace.updates_in_order and passed:
                     # A piece is computed when the one before is home: writes and work take turns.
                     self._stop_until(max(passed.get("read", 0.0), passed.get("write", -seconds) + seconds), _UPDATE)
@@ -390,18 +403,14 @@ class Clock:
     def _busy_until(self, queue: tuple[Tier, str]) -> float:
         return max(self._free_s.get(queue, 0.0), self._pieces_free_s.get(queue, 0.0))
 
-    def _fed(self, operation: Operation, begin: float) -> float:
-        """Returns when an update's first pieces can come: behind what their links were given."""
-        return max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in _read_in_pieces(operation))])
-
-    def _update_beside(self, begin: float, seconds: float, operation: Operation) -> float:
+    def _update_beside(self, begin: float, seconds: float, gives: Token | None, reads: frozenset[Tier]) -> float:
         """Puts an update behind those that the device works on beside the main thread; returns when
         it is through.
         """
         began = max(begin, self._updates_free_s)
         self._updates_free_s = end = began + seconds
         if end > began:
-            self._updating.append(_Updating(began, end, self._moment, operation.gives, _read_in_pieces(operation)))
+            self._updating.append(_Updating(began, end, self._moment, gives, reads))
         self._work(UPDATE_LANE, seconds)
         return end
 
@@ -428,8 +437,7 @@ class Clock:
         self._updates_free_s = max(self._updates_free_s, free_s)
 
     def _note_update(self, one: _Updating) -> None:
-        if self._records:
-            self.intervals.append(Interval(UPDATE_LANE, "work", "", one.moment, 0, one.began, one.end))
+        self._note(UPDATE_LANE, "work", "", one.began, one.end, moment=one.moment)
 
     def _compute(self, left_s: float, pace: Pace) -> None:
         """Computes for so long, slower while a link has work and not while an update goes first."""

@@ -266,8 +266,8 @@ class TraceRecorder(TorchDispatchMode):
 
     def _note_read(self, func: Any, tensor: torch.Tensor, *, is_view: bool) -> StorageRecord:
         record = self.log.record_of(tensor, Role.INPUT)
+        record.note_use(self.log.segment, is_backward=self.log.is_backward, is_view=is_view)
         if record.role is _MADE and id(tensor) not in self._real:
-            record.note_use(self.log.segment, is_backward=self.log.is_backward, is_view=is_view)
             return record
         if id(tensor) in self._real and _would_train(tensor):
             raise UnsupportedError(
@@ -292,7 +292,6 @@ class TraceRecorder(TorchDispatchMode):
                 f"({func}): put the model and what belongs to the loss into one nn.Module, so that all parameters are "
                 "placed and updated; or, where that is not to be trained here, freeze it before (requires_grad_(False))"
             )
-        record.note_use(self.log.segment, is_backward=self.log.is_backward, is_view=is_view)
         return record
 
     def _note_facts(self, facts: Facts) -> None:

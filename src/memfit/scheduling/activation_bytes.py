@@ -179,9 +179,8 @@ class ActivationBytes:
             self._draft.change("logits", f"m{microbatch}", logits)
             return
         done = self._done[microbatch]
-        last = self._costs[microbatch][done - 1] if done else None
-        before: Mapping[str, int] = last.owners if last else {}
-        of_logits = cost.logits_owners | (last.logits_owners if last else cost.logits_owners)
+        before: Mapping[str, int] = self._costs[microbatch][done - 1].owners if done else {}
+        of_logits = self._facts[0].logits_owners
         for owner in dict.fromkeys([*before, *cost.owners]):
             change = cost.owners.get(owner, 0) - before.get(owner, 0)
             self._draft.change("logits" if owner in of_logits else "activation", owner, change)

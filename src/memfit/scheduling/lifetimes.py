@@ -60,8 +60,8 @@ class EventCost:
         logits_bytes: of these, logits and what the loss makes of them.
         moved_bytes: leaving or coming back (offload, reload).
         owners: `after_bytes` by what made them, where that was asked for: a call ("C5"), "before
-            the first call", a reload ("reload C5"), "gradients of activations", "selected".
-        logits_owners: those of them that hold `logits_bytes`.
+            the first call", a reload ("reload C5"), "gradients of activations", "gradients of
+            logits", "selected".
     """
 
     rise_bytes: int
@@ -69,7 +69,6 @@ class EventCost:
     logits_bytes: int
     moved_bytes: int = 0
     owners: Mapping[str, int] = field(default_factory=dict[str, int])
-    logits_owners: frozenset[str] = frozenset()
 
 
 class Lifetimes:
@@ -107,32 +106,24 @@ class Lifetimes:
                 self._end()
             after = self.alive_bytes + self.extra_bytes + self.gradient_bytes + sum(self.copies.values())
             logits = self.logits_bytes + self.logits_gradient_bytes
-            owners, of_logits = self._owners() if self._is_itemized else ({}, frozenset[str]())
-            costs.append(
-                EventCost(
-                    rise_bytes=rise, after_bytes=after, logits_bytes=logits, moved_bytes=moved,
-                    owners=owners, logits_owners=of_logits,
-                )
-            )  # fmt: skip
+            owners = self._owners() if self._is_itemized else {}
+            cost = EventCost(rise_bytes=rise, after_bytes=after, logits_bytes=logits, moved_bytes=moved, owners=owners)
+            costs.append(cost)
         return tuple(costs)
 
     def _is_of_logits(self, s: StorageProfile) -> bool:
         return s.segment >= 0 and self.facts.segment_of[s.segment] == self.facts.logits_segment
 
-    def _owners(self) -> tuple[dict[str, int], frozenset[str]]:
+    def _owners(self) -> dict[str, int]:
         owners: Counter[str] = Counter()
-        of_logits = {"gradients of logits"}
         for s in self.alive.values():
-            owner = f"C{s.segment}" if s.segment >= 0 else "before the first call"
-            owners[owner] += s.nbytes
-            if self._is_of_logits(s):
-                of_logits.add(owner)
+            owners[f"C{s.segment}" if s.segment >= 0 else "before the first call"] += s.nbytes
         for segment, nbytes in self.copies.items():
             owners[f"reload C{self.facts.shape.segments[segment][0]}"] += nbytes
         owners["gradients of logits"] = self.logits_gradient_bytes
         owners["gradients of activations"] = self.gradient_bytes - self.logits_gradient_bytes
         owners["selected"] = self.extra_bytes
-        return dict(owners), frozenset(of_logits)
+        return dict(owners)
 
     def _final(self, events: Sequence[tuple[ActivationEvent, int]]) -> ActivationEvent:
         kinds = {event for event, _ in events}

@@ -53,6 +53,14 @@ class SegmentStorages(TraceStorages):
         return self.segment_of[-1] if calls and not calls[-1].is_repeated else None
 
     @cached_property
+    def logits_owners(self) -> frozenset[str]:
+        """Owners of what that segment makes, and of its gradients, where bytes are itemized."""
+        if self.logits_segment is None:
+            return frozenset()
+        first, last = self.shape.segments[self.logits_segment]
+        return frozenset({*(f"C{call}" for call in range(first, last + 1)), "gradients of logits"})
+
+    @cached_property
     def made_in(self) -> dict[int, list[StorageProfile]]:
         """Storages by the segment that makes them; -1: the prologue."""
         made: dict[int, list[StorageProfile]] = {}
