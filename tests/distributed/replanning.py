@@ -13,7 +13,7 @@ import torch
 
 import memfit
 from distributed.storing import ROWS, rows_of
-from distributed.training import OPTIMIZERS, build, loss, plan_for, same, weights_of
+from distributed.training import OPTIMIZERS, build, differing_from, loss, plan_for
 from memfit.checkpoints.checkpointer import RunCheckpointer
 from memfit.checkpoints.rank_stores import RankRunStore
 
@@ -21,14 +21,14 @@ LARGE = 200 << 20
 
 
 def begin(
-    rank: int, size: int, directory: str, stage: int, tier: str, k: int = 1, **options: Any
+    rank: int, size: int, directory: str, stage: int, tier: str, k: int = 1, loss_of: Any = loss, **options: Any
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, memfit.Job]:
     """Begins a run under a limit of an emulated device, which every plan fits."""
     model = build("tower")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     options = {"limit": LARGE, "on_breach": "replan", "emulate_device": True, **options}
     plan = plan_for(model, size, stage, tier, k)
-    job = memfit.fit(model, optimizer, loss, rows_of(rank, size, 0), plan=plan, store=directory, **options)
+    job = memfit.fit(model, optimizer, loss_of, rows_of(rank, size, 0), plan=plan, store=directory, **options)
     return model, optimizer, job
 
 
@@ -49,13 +49,7 @@ def differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, size: in
         for p, gradient in zip(plain.parameters(), total or [], strict=True):
             p.grad = gradient
         plain_optimizer.step()
-    states = [
-        f"{name}.{key}"
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
-        for key, value in plain_optimizer.state[q].items()
-        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
-    ]
-    return same(weights_of(model), weights_of(plain)) + states
+    return differing_from(model, optimizer, plain, plain_optimizer)
 
 
 def changed_limits(
@@ -148,20 +142,8 @@ def breached(rank: int, size: int, directory: str, stage: int, tier: str, rank_o
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    model = build("tower")
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    plan = plan_for(model, size, stage, tier, 1)
-    job = memfit.fit(
-        model,
-        optimizer,
-        own_loss,
-        rows_of(rank, size, 0),
-        plan=plan,
-        store=directory,
-        limit=LARGE,
-        on_breach="replan",
-        emulate_device=True,
-    )
+    model, optimizer, job = begin(rank, size, directory, stage, tier, loss_of=own_loss)
+    first = job.plan.to_json()
     planned = job._assembly.planned
     job.set_limit(planned.prepared.peak_bytes + planned.beside_bytes + (64 << 10))
     counts, raised, kept_bits = list[int](), "", list[str]()
@@ -180,4 +162,4 @@ def breached(rank: int, size: int, directory: str, stage: int, tier: str, rank_o
     job.close(restore=None if not raised else False)
     if not raised:
         kept_bits = differing(model, optimizer, size, counts)
-    return {"raised": raised, "words": words, "plan": plans, "first": plan.to_json(), "differing": kept_bits}
+    return {"raised": raised, "words": words, "plan": plans, "first": first, "differing": kept_bits}

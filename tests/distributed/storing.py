@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import memfit
-from distributed.training import OPTIMIZERS, batch_of, build, loss, plan_for, same, weights_of
+from distributed.training import OPTIMIZERS, batch_of, build, differing_from, loss, plan_for
 from memfit.store import FileOperations
 
 ROWS = 12
@@ -40,13 +40,7 @@ def expected(sizes: Sequence[int]) -> tuple[torch.nn.Module, torch.optim.Optimiz
 def differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, sizes: Sequence[int]) -> list[str]:
     """Returns the names of weights and states that are not those of plain PyTorch."""
     plain, plain_optimizer = expected(sizes)
-    states = [
-        f"{name}.{key}"
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
-        for key, value in plain_optimizer.state[q].items()
-        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
-    ]
-    return same(weights_of(model), weights_of(plain)) + states
+    return differing_from(model, optimizer, plain, plain_optimizer)
 
 
 def begin(

@@ -161,6 +161,19 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def differing_from(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: nn.Module, plain_optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Returns the names of weights and states whose bits are not plain PyTorch's."""
+    states = [
+        f"{name}.{key}"
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
+        for key, value in plain_optimizer.state[q].items()
+        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
+    ]
+    return same(weights_of(model), weights_of(plain)) + states
+
+
 def accumulated(
     name: str,
     optimizer: str,
@@ -526,13 +539,7 @@ def like_one_job(rank: int, size: int, kind: str, stage: int, tier: str) -> list
     model, optimizer = make(size)
     dist.destroy_process_group()
     expected, optimizer_of_one = make(1)
-    states = [
-        f"{name}.{key}"
-        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True)
-        for key, value in optimizer_of_one.state[q].items()
-        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
-    ]
-    return same(weights_of(model), weights_of(expected)) + states
+    return differing_from(model, optimizer, expected, optimizer_of_one)
 
 
 def uneven(rank: int, size: int, stage: int, tier: str) -> list[Any]:

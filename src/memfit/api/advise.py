@@ -382,7 +382,7 @@ class Asked:
         advice = self.priced(chosen.plan, explains=False, why="there are several ranks")
         return replace(
             advice,
-            reason=f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks} ranks that fits. {advice.numerics.sentence()}",
+            reason=f"{chosen.reason} {advice.numerics.sentence()}",
             front=chosen.front,
             chosen=chosen.name,
         )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.api.choosing import Choice
@@ -41,10 +40,11 @@ def choose_in_room(
     Raises:
         DoesNotFitError: no plan fits, or none that was found did when it had been found.
     """
-    missing, grown, room = 0, 0, budget(found)
-    for attempt in itertools.count(1):
+    missing, grown, room, attempt = 0, 0, budget(found), 0
+    while True:
+        attempt += 1
         try:
-            chosen = _choose_within(found, room, (missing + grown, missing), choose)
+            chosen = _choose_keeping_free(missing, grown, found, room, choose)
         except DoesNotFitError as error:
             raise _beside_a_search(error, found, budget) from None
         left = budget(chosen.profile, chosen.plan)
@@ -59,23 +59,22 @@ def choose_in_room(
         before, room = room, budget(found)
         # The next search may take as much of the process as the last one did.
         grown = max(0, room.base_bytes - before.base_bytes)
-    raise AssertionError
 
 
-def _choose_within(
-    found: Profile, room: Budget, kept_free: Sequence[int], choose: Callable[[Profile, Budget], Choice]
+def _choose_keeping_free(
+    least: int, more: int, found: Profile, room: Budget, choose: Callable[[Profile, Budget], Choice]
 ) -> Choice:
-    """Chooses a plan with the first of these amounts kept free, most first, that lets one fit.
+    """Chooses a plan with so many bytes kept free at least, and with more where one fits beside
+    them, too.
 
     Raises:
-        DoesNotFitError: no plan fits with the least of them.
+        DoesNotFitError: no plan fits with the least.
     """
-    *more, least = kept_free
-    for nbytes in more:
-        if nbytes > least:
-            with contextlib.suppress(DoesNotFitError):
-                return choose(found, replace(room, base_bytes=room.base_bytes + nbytes))
-    return choose(found, replace(room, base_bytes=room.base_bytes + least))
+    within = replace(room, base_bytes=room.base_bytes + least)
+    if more:
+        with contextlib.suppress(DoesNotFitError):
+            return choose(found, replace(within, base_bytes=within.base_bytes + more))
+    return choose(found, within)
 
 
 def _beside_a_search(error: DoesNotFitError, found: Profile, budget: Callable[..., Budget]) -> DoesNotFitError:

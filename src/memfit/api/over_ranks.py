@@ -131,10 +131,7 @@ def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> tuple[Plan, str]:
         clips_norm=setup.clips_norm,
         device=setup.device,
     )
-    return (
-        chosen.plan,
-        f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks.size} ranks that fits.",
-    )
+    return chosen.plan, chosen.reason
 
 
 def _with_network(setup: Setup, ranks: RankGroup) -> Setup:

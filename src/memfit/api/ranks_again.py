@@ -26,7 +26,7 @@ from memfit.distributed.rank_group import RankGroup
 from memfit.job.few_bits import with_frozen
 from memfit.job.setup import Planned, Setup
 from memfit.job.together import failing_together, prepare_together
-from memfit.planning.over_ranks_plans import choose_over_ranks
+from memfit.planning.over_ranks_plans import RanksChoice, choose_over_ranks
 from memfit.prediction.bytes import peaks
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
@@ -110,7 +110,7 @@ def _traced(setup: Setup, batch: Any, like: Plan, *, may_split: bool) -> tuple[t
     return counts, with_frozen(problem.model, found, like.frozen_format)
 
 
-def _chosen_by_first(ranks: RankGroup, choose: Callable[[], Any]) -> tuple[Plan, str]:
+def _chosen_by_first(ranks: RankGroup, choose: Callable[[], RanksChoice]) -> tuple[Plan, str]:
     """Returns rank 0's choice and its reason on all ranks.
 
     Raises:
@@ -125,7 +125,7 @@ def _chosen_by_first(ranks: RankGroup, choose: Callable[[], Any]) -> tuple[Plan,
                 chosen, refusal = None, str(error)
         if chosen is not None:
             plan = chosen.plan.to_json()
-            reason = f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks.size} ranks that fits."
+            reason = chosen.reason
     plan, reason, refusal = (optional_texts(ranks, text)[0] for text in (plan, reason, refusal))
     if refusal is not None:
         raise DoesNotFitError(refusal, smallest_limit_bytes=None)

@@ -77,6 +77,10 @@ class RankGroup:
         self.submit(lambda group: found.append(act(group))).wait()
         return found[0]
 
+    def words_of(self, error: BaseException) -> str:
+        """Returns the words by which the other ranks hear of an error of this one."""
+        return f"rank {self.rank}: {type(error).__name__}: {error}"
+
     def fail(self, error: BaseException) -> None:
         """Ends the group on all ranks, because this one failed: the others get its text as a
         `PeerError` at once, wherever they wait.
@@ -84,7 +88,7 @@ class RankGroup:
         # The others first: what this rank waits for is ended by the next line, and then it may end
         # as a process.
         if self._watch is not None and self._thread.failure is None:
-            self._watch.tell(f"rank {self.rank}: {type(error).__name__}: {error}")
+            self._watch.tell(self.words_of(error))
         self._thread.fail(error)
 
     def note_lost(self, error: BaseException) -> None:

@@ -123,11 +123,8 @@ def assemble_tighter(
     is_own, step = isinstance(error, LimitBreachError), before.steps + 1
     margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt) if is_own else 0
     peak = before.shapes.prepare(batch).peak_bytes if is_own else None
-    cause = (
-        str(error)
-        if planned.setup.ranks is None or not is_own
-        else f"rank {planned.setup.ranks.rank}: {type(error).__name__}: {error}"
-    )
+    ranks = planned.setup.ranks
+    cause = str(error) if ranks is None or not is_own else ranks.words_of(error)
     now = before
     try:
         _end_visits(before)

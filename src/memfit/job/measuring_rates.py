@@ -42,8 +42,8 @@ _SMALL = 1 << 20  # elements of an operation whose operands caches hold in part
 _LARGE = 1 << 23
 _FRESH_BYTES = 16 << 20
 _COLD = 10 << 20  # elements that no cache of a core holds
-_TURNS, _HELD = 8, 16
-_HELD_BYTES = 64 << 20
+_TURNS = 8  # of operands
+_HELD, _HELD_BYTES = 16, 64 << 20  # results that stay: so many, or so large together
 _HALF = torch.bfloat16
 _FP32 = torch.float32
 

@@ -78,6 +78,7 @@ def fail_together(ranks: RankGroup, error: BaseException) -> None:
 def is_breach(error: BaseException) -> bool:
     """Tells whether a step met the limit of this rank, or of another one."""
     if isinstance(error, PeerError):
+        # By the text of `RankGroup.words_of`: words are all that comes from another rank.
         return re.match(rf"rank \d+: {LimitBreachError.__name__}: ", str(error)) is not None
     return isinstance(error, LimitBreachError)
 
@@ -94,7 +95,7 @@ def renew_behind(ranks: RankGroup | None, error: BaseException, *, goes_on: bool
         PeerError: another rank does not, or was lost.
     """
     if ranks is not None and ranks.failure is not None:
-        ranks.renew(None if goes_on else f"rank {ranks.rank}: {type(error).__name__}: {error}")
+        ranks.renew(None if goes_on else ranks.words_of(error))
 
 
 class WeightSums:

@@ -83,6 +83,11 @@ class RanksChoice:
     front: tuple[ParetoPoint, ...]
     looked_at: int
 
+    @property
+    def reason(self) -> str:
+        """Says why it is taken."""
+        return f"{self.name}: the fastest of {self.looked_at} uniform plans for {self.plan.ranks} ranks that fits."
+
 
 def choose_over_ranks(
     profile: Profile,
