@@ -13,8 +13,9 @@ a key runs on fake tensors; what it gave is noted: an argument itself, a view of
 storage, or a new tensor. The next ones are made from the note. A note is kept only if what it makes
 is at once what torch gave, down to the dispatch keys. Nothing is noted of operations that need
 values, that change how an argument lies over its memory, that write constants or compute with
-nothing else, of operators that are not torch's, and of results that share a new storage. Views are
-made by the code that makes them of tensors with data, without the rest of what fake tensors do. The
+nothing else, of operators that are not torch's, and of results that share a new storage. Views,
+and results of some other operators, come from torch's shape functions at once, without the rest of
+what fake tensors do. The
 program itself runs whole, layer by layer: nothing is taken from one layer for another but what
 single operations give. Results that are tensors serve every profile of the process, under the same
 settings of torch; the newest some thousands of them are kept, 2 KiB each. What the recorder asks
@@ -42,6 +43,11 @@ aten = torch.ops.aten
 _META = torch.device("meta")
 _NAMESPACES = ("aten", "prims", "prim", "mkldnn")
 _MOST_RESULTS = 1 << 12
+# Beside views. Fake tensors do nothing more for them than to give results the arguments' device.
+_DIRECT = {
+    aten.mm.default, aten.bmm.default, aten.cat.default, aten.sum.dim_IntList, aten.mean.dim, aten._unsafe_view.default, aten.clone.default,
+    aten.slice_backward.default,
+}  # fmt: skip
 _PLAIN = {
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
@@ -57,6 +63,7 @@ class Kind:
         is_mutable: it writes arguments.
         needs_values: of its tensors, for its results or their shapes.
         relabels: it changes how a tensor lies over memory, and no byte of that.
+        is_direct: its results come from torch's shape function at once.
         is_notable: its results may be noted.
         notes: by what results follow from.
     """
@@ -66,6 +73,7 @@ class Kind:
     is_mutable: bool
     needs_values: bool
     relabels: bool
+    is_direct: bool
     is_notable: bool
     notes: dict[Any, _Note]
 
@@ -80,6 +88,7 @@ def _kind_of(func: Any) -> Kind:
         is_mutable=func._schema.is_mutable,
         needs_values=needs_values,
         relabels=relabels,
+        is_direct=func.is_view or func in _DIRECT,
         is_notable=func.namespace in _NAMESPACES and not (needs_values or relabels or writes_out),
         notes={},
     )
@@ -236,7 +245,7 @@ class KnownOperations:
         if output is not None:
             out = self._made(output, tensors)
         else:
-            out = self._viewed(kind, args, kwargs, tensors) if key is not None and kind.is_view else None
+            out = self._direct(kind, args, kwargs, tensors) if key is not None and kind.is_direct else None
             if out is None:
                 out = run_operation(func, args, kwargs, is_fake=True)
         facts = facts_of(func, args, kwargs, tensors, out, self._workspaces)
@@ -248,11 +257,12 @@ class KnownOperations:
             kind.notes[key] = _Note(output, facts)
         return out, facts
 
-    def _viewed(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Results of a view, by the code that makes views of tensors with data; None where torch
-        has none of it for tensors without.
+    def _direct(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Results of an operation from torch's shape function alone; None where there is none, or
+        where the results follow from more: tensors of several devices or dtypes.
         """
-        if len(tensors) != 1 or type(tensors[0]) is not FakeTensor:
+        fakes = [one for one in tensors if type(one) is FakeTensor]
+        if len(fakes) < len(tensors) or len({(one.fake_device, one.dtype) for one in fakes}) != 1:
             return None
         try:
             with in_kernel_invocation_manager(self.mode):
@@ -262,7 +272,7 @@ class KnownOperations:
         outs = out if isinstance(out, tuple | list) else (out,)
         if not all(type(one) is torch.Tensor for one in outs):
             return None
-        made = [FakeTensor(self.mode, one, tensors[0].fake_device) for one in outs]
+        made = [FakeTensor(self.mode, one, fakes[0].fake_device) for one in outs]
         return type(out)(made) if isinstance(out, tuple | list) else made[0]
 
     def facts(
