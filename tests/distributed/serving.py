@@ -94,7 +94,7 @@ def _push_of(model: Counts, worker: int) -> list[torch.Tensor]:
 
 
 def clocks(rank: int, size: int, staleness: int, steps: int) -> list[Any]:
-    """Worker 1 pushes when worker 2 can go no further; returns for each pull of this one the least clock of another that it saw, less its own, and what it was told."""
+    """Worker 1 pushes when worker 2 can go no further; returns for each pull the least clock of another that it saw, less its own, and what it was told."""
     model = Counts(size - 1)
     seen: list[int] = []
     with memfit.parameter_server.create(
@@ -109,7 +109,8 @@ def clocks(rank: int, size: int, staleness: int, steps: int) -> list[Any]:
                 if step < steps - 1:  # one that has ended is waited for no more
                     seen.append(int(min(pushed)) - step)
             # Synchronous pushes are seen when all have come: nobody can be ahead there.
-            while rank == 1 and staleness and server.pull(1).view(size - 1, -1)[1, 0] < min(step + staleness + 1, steps):
+            ahead = min(step + staleness + 1, steps) if rank == 1 and staleness else 0
+            while ahead and server.pull(1).view(size - 1, -1)[1, 0] < ahead:
                 time.sleep(0.002)
             for index, gradient in enumerate(_push_of(model, rank - 1)):
                 server.push(index, gradient)
