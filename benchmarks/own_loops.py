@@ -1,7 +1,8 @@
 """Cost of a loop of one's own under `job.lines()`, and transformers' Trainer inside a limit.
 
-`python benchmarks/own_loops.py cost`: CPU milliseconds a step of a resident 5.8M Llama (2 x 64 tokens, AdamW, clipped), plain,
-under `job.lines()`, and by `job.step`; medians of seven rounds that take turns in one process, behind 17 steps each.
+`python benchmarks/own_loops.py cost [33M]`: CPU milliseconds a step of a resident 5.8M Llama (2 x 64 tokens, AdamW, clipped), or
+of one of 33M (4 x 128 tokens), plain, under `job.lines()`, and by `job.step`. They take turns in one process, behind 17 steps
+each; the share is the median of the rounds' shares, each of neighbours in time.
 `python benchmarks/own_loops.py trainer plain|900MiB`: a 33M Llama in `Trainer` (2 x 4 x 128 tokens, evaluation and saves), as it
 is or inside a limit of the whole process: its peak, CPU seconds and losses; a process for each.
 """
@@ -34,12 +35,15 @@ def llama(vocabulary: int, width: int, inner: int, layers: int, heads: int) -> A
     ).train()  # fmt: skip
 
 
-def cost(rounds: int = 7, steps: int = 6) -> None:
-    words = torch.randint(0, 2048, (2, 64))
+def cost(*, is_small: bool, rounds: int, steps: int) -> None:
+    words = torch.randint(0, 2048, (2, 64) if is_small else (4, 128))
     batch = {"input_ids": words, "labels": words}
 
+    def build() -> Any:
+        return llama(2048, 256, 688, 6, 4) if is_small else llama(8192, 512, 1376, 8, 8)
+
     def fitted(**options: Any) -> tuple[Any, torch.optim.Optimizer, memfit.Job]:
-        model = llama(2048, 256, 688, 6, 4)
+        model = build()
         optimizer = torch.optim.AdamW(model.parameters())
         return model, optimizer, memfit.fit(model, optimizer, lambda m, b: m(**b).loss, batch, **options)
 
@@ -52,7 +56,7 @@ def cost(rounds: int = 7, steps: int = 6) -> None:
 
         return run
 
-    plain = llama(2048, 256, 688, 6, 4)
+    plain = build()
     own_model, own_optimizer, own_job = fitted(lines=True)
     _, _, step_job = fitted(max_grad_norm=1.0)
     ways: dict[str, Callable[[], object]] = {
@@ -72,10 +76,12 @@ def cost(rounds: int = 7, steps: int = 6) -> None:
                 for _ in range(steps):
                     way()
                 taken[name].append(1e3 * (time.process_time() - began) / steps)
-    base = statistics.median(taken["plain"])
     for name, found in taken.items():
-        median = statistics.median(found)
-        print(f"{name:10} {median:7.1f} ms a step, {median / base:.2f} of plain; {min(found):.1f} to {max(found):.1f}")
+        share = statistics.median(one / plain for one, plain in zip(found, taken["plain"], strict=True))
+        least = min(found) / min(taken["plain"])
+        print(
+            f"{name:10} {statistics.median(found):7.1f} ms a step, {share:.2f} of plain ({least:.2f} by the least); {min(found):.1f} to {max(found):.1f}"
+        )
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -116,6 +122,6 @@ def trainer(limit: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "cost":
-        cost()
+        cost(is_small=True, rounds=21, steps=4) if "33M" not in sys.argv else cost(is_small=False, rounds=7, steps=2)
     else:
         trainer(sys.argv[2])
