@@ -6,12 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import memfit
@@ -158,7 +160,7 @@ def test_what_is_made_from_a_note_is_what_torch_gives(name: str, monkeypatch: py
             key in kind.notes or known._results.get(known._settings, kind.operator, key) is not None
         )
         out, facts = plain(known, kind, key, args, kwargs, tensors)
-        if is_known or kind.is_view:
+        if is_known or kind.is_direct:
             if kind.is_view and all(type(one) is FakeTensor for one in tensors):
                 # Torch's fake views give a dimension of one entry another stride here and there than views of data do.
                 with unset_fake_temporarily():
@@ -176,6 +178,70 @@ def test_what_is_made_from_a_note_is_what_torch_gives(name: str, monkeypatch: py
     profile_step(model, loss, batch, find_blocks(model), trace="fake")
     assert compared.total() > 30
     assert len(compared) > 8
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "strided": lambda x: torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2],
+    "broadcast": lambda x: x[:1].expand_as(x),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "negated": lambda x: torch.ops.aten._neg_view(x) if x.dtype.is_floating_point else x,
+    "conjugated": lambda x: x.conj(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_shape_functions_give_at_once_is_what_fake_tensors_give(layout: str, dtype: torch.dtype) -> None:
+    """Operators in other layouts, sizes and dtypes than models have; what one refuses, the other refuses."""
+    aten = torch.ops.aten
+
+    def of(*shape: int) -> Tensor:
+        return LAYOUTS[layout](torch.zeros(shape, dtype=dtype))
+
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for left, right in ((3, 4), (4, 5)), ((3, 4), (5, 4)), ((1, 4), (4, 1)), ((2, 0), (0, 3)):
+        for other in LAYOUTS.values():
+            calls.append((aten.mm.default, (of(*left), other(torch.zeros(right, dtype=dtype))), {}))
+            calls.append((aten.bmm.default, (of(2, *left), other(torch.zeros(2, *right, dtype=dtype))), {}))
+            calls.append((aten.cat.default, ([of(2, *left), other(torch.zeros(2, *left, dtype=dtype))], 1), {}))
+    for x in of(2, 3, 4), of(2, 4, 3, 5), of(1, 4), of(2, 0):
+        calls += [
+            (aten.cat.default, ([x, torch.zeros(0, dtype=dtype)], -1), {}),
+            (aten.cat.default, ([x, of(2, 9)], 0), {}),
+        ]
+        for dims in ([0], [-1], [0, 1], [], None, [7]):
+            for keeps in False, True:
+                calls += [(aten.sum.dim_IntList, (x, dims, keeps), {}), (aten.mean.dim, (x, dims, keeps), {})]
+                calls.append((aten.sum.dim_IntList, (x, dims, keeps), {"dtype": torch.float64}))
+        calls += [(aten._unsafe_view.default, (x, shape), {}) for shape in ([-1], [7, 3])]
+        formats = torch.contiguous_format, torch.preserve_format, torch.channels_last
+        calls += [(aten.clone.default, (x,), {"memory_format": one}) for one in formats]
+        calls.append(
+            (aten.slice_backward.default, (x, [*x.shape[:-1], 2 * x.shape[-1]], x.dim() - 1, 0, 2 * x.shape[-1], 2), {})
+        )
+    known, agreed = KnownOperations(Workspaces(), ResultsOfProcess()), Counter[str]()
+    for func, real, options in calls:
+        kind, tensors = known.kind(func), list[Tensor]()
+        with known.mode:
+            args = tree_map(lambda one: known.mode.from_tensor(one) if isinstance(one, Tensor) else one, real)
+            key = known.key(kind, args, options, tensors)
+            assert kind.is_direct
+            at_once = outcome(tensors, lambda *given: known.run(*given)[0], kind, key, args, options, tensors)
+            theirs = outcome(tensors, partial(run_operation, is_fake=True), func, args, options)
+        assert at_once == theirs, (func, [(one.shape, one.stride()) for one in tensors], options)
+        agreed["refused" if theirs == "refused" else str(func)] += 1
+    assert len(agreed) > 5
+    assert agreed.total() - agreed["refused"] > 100
+
+
+def outcome(tensors: Sequence[Tensor], function: Callable[..., Any], *given: Any) -> Any:
+    """A description of what a function gives, or that it refuses."""
+    try:
+        return described(function(*given), tensors)
+    except (RuntimeError, ValueError, IndexError):
+        return "refused"
 
 
 def described(out: Any, tensors: Sequence[Tensor]) -> Any:

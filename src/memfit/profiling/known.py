@@ -13,13 +13,13 @@ a key runs on fake tensors; what it gave is noted: an argument itself, a view of
 storage, or a new tensor. The next ones are made from the note. A note is kept only if what it makes
 is at once what torch gave, down to the dispatch keys. Nothing is noted of operations that need
 values, that change how an argument lies over its memory, that write constants or compute with
-nothing else, of operators that are not torch's, and of results that share a new storage. Views,
-and results of some other operators, come from torch's shape functions at once, without the rest of
-what fake tensors do. The
-program itself runs whole, layer by layer: nothing is taken from one layer for another but what
-single operations give. Results that are tensors serve every profile of the process, under the same
-settings of torch; the newest some thousands of them are kept, 2 KiB each. What the recorder asks
-besides (memory inside the operation, policies that keep its results) is worked out once a profile.
+nothing else, of operators that are not torch's, and of results that share a new storage. Views, and
+results of some other operators, come from torch's shape functions at once, without the rest of what
+fake tensors do. The program itself runs whole, layer by layer: nothing is taken from one layer for
+another but what single operations give. Results that are tensors serve every profile of the
+process, under the same settings of torch; the newest some thousands of them are kept, 2 KiB each.
+What the recorder asks besides (memory inside the operation, policies that keep its results) is
+worked out once a profile.
 """
 
 from __future__ import annotations
