@@ -35,7 +35,8 @@ def llama(vocabulary: int, width: int, inner: int, layers: int, heads: int) -> A
     ).train()  # fmt: skip
 
 
-def cost(*, is_small: bool, rounds: int, steps: int) -> None:
+def cost(*, is_small: bool) -> None:
+    rounds, steps = (21, 4) if is_small else (7, 2)
     words = torch.randint(0, 2048, (2, 64) if is_small else (4, 128))
     batch = {"input_ids": words, "labels": words}
 
@@ -122,6 +123,6 @@ def trainer(limit: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "cost":
-        cost(is_small=True, rounds=21, steps=4) if "33M" not in sys.argv else cost(is_small=False, rounds=7, steps=2)
+        cost(is_small="33M" not in sys.argv)
     else:
         trainer(sys.argv[2])

@@ -105,6 +105,7 @@ def refusal_words(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
     met = LIMIT_MET.search(str(error))
+    # By the first line of `limit_message` of allocator.cpp: the last is the same for both ledgers.
     if met is not None and "limit of host memory" not in words:
         # Without what to try, which is said by who tells of it.
         asked, mapped, limit = (format_bytes(int(met[name])) for name in ("asked", "mapped", "limit"))

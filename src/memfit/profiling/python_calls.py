@@ -65,7 +65,7 @@ class PythonCalls:
         if sys.getprofile() is not None:
             yield
             return
-        with self._without_collections():
+        with self._uncounted_collections():
             self.is_counting = True
             sys.setprofile(self._note)
             try:
@@ -75,7 +75,7 @@ class PythonCalls:
                 self.is_counting = False
 
     @contextmanager
-    def _without_collections(self) -> Iterator[None]:
+    def _uncounted_collections(self) -> Iterator[None]:
         """Counts nothing of what the collector of cycles calls, whenever it comes: ends of what
         others left, and their callbacks around collections.
         """
