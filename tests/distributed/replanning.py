@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,15 +129,29 @@ def resumed(rank: int, size: int, directory: str, until: int) -> tuple[int, list
 
 
 def breached(rank: int, size: int, directory: str, stage: int, tier: str, rank_of_it: int, how: str) -> dict[str, Any]:
-    """Allocates more than there is on one rank in its second step, once; or does that and fails otherwise on another."""
-    armed = [False]
+    """Allocates more than there is on one rank in its second step, once; or does that and fails otherwise on another:
+    at once, where it is traced for another plan, or when the step is made again.
+    """
+    armed, calls, has_failed = [False], [0], Path(directory).with_suffix(".failed")
 
     def own_loss(given: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         found = loss(given, batch)
+        calls[0] += armed[0]
         if armed[0] and rank == rank_of_it:
             armed[0] = False
+            if how == "and another rank fails":
+                # Else the other could hear of the breach on the way to its loss.
+                while not has_failed.exists():
+                    time.sleep(0.01)
             torch.empty(64 << 20, dtype=torch.uint8)
         if armed[0] and how == "and another rank fails":
+            has_failed.touch()
+            raise KeyError("of the loss")
+        if (
+            armed[0]
+            and calls[0] > 1
+            and how == f"and another rank fails {'in a trace' if memfit.is_tracing() else 'when it is made again'}"
+        ):
             raise KeyError("of the loss")
         if armed[0] and how == "and another rank is killed":
             os.kill(os.getpid(), signal.SIGKILL)

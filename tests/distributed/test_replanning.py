@@ -101,17 +101,19 @@ def test_a_breach_on_one_rank_is_made_again_by_all_under_a_tighter_plan_with_the
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "stage", "words"),
     [
-        ("and another rank fails", "KeyError: 'of the loss'"),
-        pytest.param("and another rank is killed", "rank 0 was lost", marks=pytest.mark.slow),
+        ("and another rank fails", 1, "KeyError: 'of the loss'"),
+        ("and another rank fails in a trace", 1, "KeyError: 'of the loss'"),
+        ("and another rank fails when it is made again", 0, "KeyError: 'of the loss'"),
+        pytest.param("and another rank is killed", 1, "rank 0 was lost", marks=pytest.mark.slow),
     ],
 )
 def test_a_breach_beside_another_failure_ends_the_job_on_all_ranks(
-    ranks: Ranks, tmp_path: Path, how: str, words: str
+    ranks: Ranks, tmp_path: Path, how: str, stage: int, words: str
 ) -> None:
     run = str(tmp_path / "run")
-    ranks.begin(2, "distributed.replanning:breached", run, 1, "device", 1, how, timeout_s=LONG_S)
+    ranks.begin(2, "distributed.replanning:breached", run, stage, "device", 1, how, timeout_s=LONG_S)
     answers = [ranks.answer(rank) for rank in range(2)]
     for is_good, found in answers if "fails" in how else answers[1:]:
         assert is_good, found

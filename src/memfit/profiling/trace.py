@@ -370,6 +370,9 @@ def _why_fake_failed(error: Exception) -> str:
     operation = getattr(error, "func", None)
     told = f"{operation} needs values that a fake tensor does not have" if operation is not None else str(error)
     said = told.strip().splitlines()[0].rstrip(".") if told.strip() else type(error).__name__
+    if operation is None and told.strip() and not isinstance(error, RuntimeError | MemfitError):
+        # A KeyError says its key alone.
+        said = f"{type(error).__name__}: {said}"
     return f"{said}{_place_in_users_code(error)}"
 
 
