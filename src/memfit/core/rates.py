@@ -110,11 +110,12 @@ def rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
 
 def host_rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
     """Returns the rates of updates on the host's cores, beside an accelerator."""
+    # Python's part is the same on either processor.
+    beside = rates_of(hardware)
     return {
         WorkKind.UPDATED: Rate(hardware.host_update_elements_per_s),
-        # Python's part is the same on either processor.
-        WorkKind.PIECES: rates_of(hardware)[WorkKind.PIECES],
-        WorkKind.PIECE_TRANSFERS: rates_of(hardware)[WorkKind.PIECE_TRANSFERS],
+        WorkKind.PIECES: beside[WorkKind.PIECES],
+        WorkKind.PIECE_TRANSFERS: beside[WorkKind.PIECE_TRANSFERS],
         WorkKind.ENCODED: Rate(hardware.host_codec_elements_per_s),
         WorkKind.SPLIT: Rate(SPLIT_ELEMENTS_PER_S),
         WorkKind.ROUNDED: Rate(ROUNDED_ELEMENTS_PER_S),

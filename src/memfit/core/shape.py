@@ -17,11 +17,10 @@ from memfit.core.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """A plan and a profile, resolved to indices.
+class CallShape:
+    """What a plan's decisions about calls say by segment, wherever weights rest.
 
     Attributes:
-        blocks: names by index.
         segments: (first, last) call of each segment, in forward order.
         has_backward: by segment: gradients flow through one of its calls.
         needs: by segment: indices of blocks whose weights its calls read, ascending.
@@ -30,6 +29,22 @@ class StepShape:
         leaves: by segment: the tier to which the tensors held for backward leave after forward;
             None: they stay.
         tail_segment: index of the first segment of the tail; the number of segments without a tail.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    has_backward: tuple[bool, ...]
+    needs: tuple[tuple[int, ...], ...]
+    contributes: tuple[tuple[int, ...], ...]
+    leaves: tuple[Tier | None, ...]
+    tail_segment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape(CallShape):
+    """A plan and a profile, resolved to indices.
+
+    Attributes:
+        blocks: names by index.
         visiting: blocks whose weights come to the device for a visit.
         trainable: blocks with a parameter that trains, ascending.
         loose: those of them that get a gradient outside of all traced calls (read between calls, or
@@ -49,12 +64,6 @@ class StepShape:
     """
 
     blocks: tuple[str, ...]
-    segments: tuple[tuple[int, int], ...]
-    has_backward: tuple[bool, ...]
-    needs: tuple[tuple[int, ...], ...]
-    contributes: tuple[tuple[int, ...], ...]
-    leaves: tuple[Tier | None, ...]
-    tail_segment: int
     visiting: frozenset[int]
     trainable: tuple[int, ...]
     loose: frozenset[int]
@@ -74,8 +83,13 @@ class StepShape:
         raise IndexError(call)
 
 
-def describe_step(plan: Plan, profile: Profile) -> StepShape:
+def describe_step(plan: Plan, profile: Profile, calls: CallShape | None = None) -> StepShape:
     """Resolves a plan against a profile.
+
+    Args:
+        plan: the decisions.
+        profile: of the model.
+        calls: of a plan with the same decisions about calls, where one is known.
 
     Raises:
         PlanError: the plan names blocks or calls that the model does not have, or contradicts
@@ -84,7 +98,40 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
     trace = next(iter(profile.traces.values()))
     names = tuple(b.name for b in profile.blocks)
     plan.check(names, len(trace.calls))
-    index = {name: i for i, name in enumerate(names)}
+    calls = describe_calls(plan, profile) if calls is None else calls
+    homes = [plan.block(name) for name in names]
+    trains = {i for i, b in enumerate(profile.blocks) if b.trains}
+    called = {b for gets in calls.contributes for b in gets}
+    spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
+    return StepShape(
+        blocks=names,
+        segments=calls.segments,
+        has_backward=calls.has_backward,
+        needs=calls.needs,
+        contributes=calls.contributes,
+        leaves=calls.leaves,
+        tail_segment=calls.tail_segment,
+        visiting=frozenset(
+            i
+            for i, (b, home) in enumerate(zip(profile.blocks, homes, strict=True))
+            if (b.encoded_bytes or not home.rests_whole_on_device) and i not in spanning
+        ),
+        trainable=tuple(sorted(trains)),
+        loose=frozenset(trains & spanning | trains - called),
+        accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
+        spreading=frozenset(i for i in trains if homes[i].spreads),
+        cut=frozenset(i for i, home in enumerate(homes) if home.weights_over is not Share.WHOLE),
+        ranks=plan.ranks,
+        takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
+        updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
+        scales_losses=plan.scales_losses,
+    )
+
+
+def describe_calls(plan: Plan, profile: Profile) -> CallShape:
+    """Resolves a plan's decisions about calls (`calls`, `cut_tail`), which it was checked for."""
+    trace = next(iter(profile.traces.values()))
+    index = {block.name: i for i, block in enumerate(profile.blocks)}
     segments = plan.segments(len(trace.calls))
     trains = {i for i, b in enumerate(profile.blocks) if b.trains}
     needs: list[tuple[int, ...]] = []
@@ -99,31 +146,14 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         contributes.append(tuple(sorted(gets & trains)))
         has_backward.append(any(c.has_backward for c in calls))
         leaves.append(_leaves(plan, first) if has_backward[-1] else None)
-    called = {b for gets in contributes for b in gets}
-    spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
     tail = next((i for i, (first, _) in enumerate(segments) if first == plan.cut_tail), len(segments))
-    return StepShape(
-        blocks=names,
+    return CallShape(
         segments=segments,
         has_backward=tuple(has_backward),
         needs=tuple(needs),
         contributes=tuple(contributes),
         leaves=tuple(leaves),
         tail_segment=tail,
-        visiting=frozenset(
-            i
-            for i, b in enumerate(profile.blocks)
-            if (b.encoded_bytes or not plan.block(b.name).rests_whole_on_device) and i not in spanning
-        ),
-        trainable=tuple(sorted(trains)),
-        loose=frozenset(trains & spanning | trains - called),
-        accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
-        spreading=frozenset(i for i in trains if plan.block(names[i]).spreads),
-        cut=frozenset(i for i, name in enumerate(names) if plan.block(name).weights_over is not Share.WHOLE),
-        ranks=plan.ranks,
-        takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
-        updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
-        scales_losses=plan.scales_losses,
     )
 
 

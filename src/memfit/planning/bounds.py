@@ -22,7 +22,7 @@ from typing import Any
 from memfit.core.hardware import Hardware
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.shape import StepShape, describe_step
+from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.work_kinds import Work, summed
 from memfit.prediction.clock import host_work_seconds, work_seconds
@@ -77,7 +77,7 @@ class PeakBounds:
 
         See [Note: why it is a bound].
         """
-        shape = describe_step(plan, self._profile)
+        shape = self._known.shape(plan, self._profile)
         resting = self._resting_bytes(plan, shape)
         staging = self._staging_bytes if uses_disk(plan, shape) else 0
         found = (m.least_bytes + self._visiting_bytes(m, shape) for m in self._moments(plan, shape))

@@ -19,9 +19,10 @@ from typing import Any
 from memfit.core.plan import BlockPlan, CallPlan
 from memfit.core.tiers import Tier
 from memfit.planning.chain_flows import Flows, Queue, flows_of
-from memfit.planning.mixed_units import Mixture, mixed_plan
+from memfit.planning.mixed_units import Mixture
 from memfit.planning.place_prices import PlacePrices, with_homes, with_policy
 from memfit.planning.slot_prices import Judge, Judged, uniform
+from memfit.prediction.bytes import Slot
 
 # Differences of seconds that rounding makes.
 _LEAST_S = 1e-12
@@ -68,17 +69,19 @@ class ChainPrices:
         self._judge = judge
         self.windows: dict[Queue, float] = {}
         none = uniform(judge.units, CallPlan(), BlockPlan())
-        self.reference: Judged = judge(none)
-        self.flows: Flows = self._lowered(none)
-        bytes_ = PlacePrices(judge, policies, homes)
-        self.slots = bytes_.slots
+        self.reference: Judged
+        self.flows: Flows
+        self.reference, self.flows = self._lowered(none)
+        self.slots: tuple[Slot, ...] = tuple(self.reference.slots)
         calls = judge.units.calls
         middle, last = len(calls) // 2, len(calls) - 1
         self.of_units: list[list[PlacePrice]] = [[] for _ in calls]
         probes = [[with_policy(none, place, p) for place in (middle, last)] for p in policies]
         probes += [[with_homes(none, place, h) for place in (middle, last)] for h in homes]
-        for option, (in_middle, at_last) in enumerate(probes):
-            middle_price, last_price = self._price(in_middle), self._price(at_last)
+        priced = [(self._price(in_middle), self._price(at_last)) for in_middle, at_last in probes]
+        # Asks for the same probes, which are judged by now.
+        bytes_ = PlacePrices(judge, policies, homes)
+        for option, (middle_price, last_price) in enumerate(priced):
             for unit, call in enumerate(calls):
                 price = last_price if unit == last else self._shifted(middle_price, calls[middle], call)
                 self.of_units[unit].append(replace(price, slots=bytes_.by_slot[unit, option]))
@@ -90,25 +93,24 @@ class ChainPrices:
         crowds = [uniform(judge.units, p, BlockPlan()) for p in policies]
         crowds += [uniform(judge.units, CallPlan(), h) for h in homes]
         for mixture in crowds:
-            self._flows(mixture)
+            self._probe(mixture)
 
-    def _lowered(self, mixture: Mixture) -> Flows:
-        question = self._judge.question
-        plan = mixed_plan(self._judge.frame, question.profile, self.units, mixture)
-        found = flows_of(question.lower(plan), question.pace)
+    def _lowered(self, mixture: Mixture) -> tuple[Judged, Flows]:
+        judged, step = self._judge.with_step(mixture)
+        found = flows_of(step, self._judge.question.pace)
         for queue, window in found.windows.items():
             self.windows[queue] = max(self.windows.get(queue, 0.0), window)
-        return found
+        return judged, found
 
-    def _flows(self, mixture: Mixture) -> Flows:
-        found = self._lowered(mixture)
+    def _probe(self, mixture: Mixture) -> tuple[Judged, Flows]:
+        judged, found = self._lowered(mixture)
         self.agrees = self.agrees and found.places == self.flows.places
-        return found
+        return judged, found
 
     def _price(self, mixture: Mixture) -> PlacePrice:
         import numpy as np
 
-        flows, judged, reference = self._flows(mixture), self._judge(mixture), self.reference
+        (judged, flows), reference = self._probe(mixture), self.reference
         work: dict[tuple[Queue, int], float] = defaultdict(float)
         for source, sign in ((flows, 1.0), (self.flows, -1.0)):
             for queue, values in source.work_s.items():

@@ -19,7 +19,7 @@ from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
 from memfit.core.plan import Order, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.shape import StepShape, describe_step
+from memfit.core.shape import StepShape
 from memfit.core.step import Step
 from memfit.core.tiers import Tier, crossed_tier, is_processor
 from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
@@ -184,7 +184,7 @@ class PlanQuestion:
 
     def _check_bytes(self, plan: Plan) -> int:
         # Of what calls do with their saved tensors only the disk's buffers are there in a forward.
-        leaves = any(tier is not None and tier.traits.is_files for tier in describe_step(plan, self.profile).leaves)
+        leaves = any(tier is not None and tier.traits.is_files for tier in self.known.shape(plan, self.profile).leaves)
         key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters, leaves)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
@@ -316,7 +316,7 @@ class Loads:
 def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     """Adds up a plan's work, block by block, without its schedule."""
     profile, hardware = question.profile, question.hardware
-    shape = describe_step(plan, profile)
+    shape = question.known.shape(plan, profile)
     traces = traces_of(profile, plan.microbatches, question.known)
     key = "compute", traces[0].rows, plan.microbatches, plan.calls, plan.cut_tail
     work_s = question.known.found(key, lambda: compute_seconds(traces, plan, shape, hardware))

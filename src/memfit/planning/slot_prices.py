@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from memfit.core.numerics import regroups_sums
 from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.planning.candidates import Candidate
 from memfit.planning.mixed_units import Mixture, Units, mixed_plan
@@ -163,9 +164,17 @@ class Judge:
     def __call__(self, mixture: Mixture) -> Judged:
         """Builds, lowers and predicts a mixture."""
         found = self.judged.get(mixture)
+        return self.with_step(mixture)[0] if found is None else found
+
+    def with_step(self, mixture: Mixture) -> tuple[Judged, Step]:
+        """Judges a mixture, unless that was done, and returns its lowered step as well, which is
+        not kept.
+        """
+        question = self.question
+        plan = mixed_plan(self.frame, question.profile, self.units, mixture)
+        step = question.lower(plan)
+        found = self.judged.get(mixture)
         if found is None:
-            question = self.question
-            plan = mixed_plan(self.frame, question.profile, self.units, mixture)
             name = describe_mixture(plan, self.units, mixture)
             # Bounds are for candidates that may never be built.
             priced = PricedCandidate(
@@ -175,10 +184,9 @@ class Judge:
                 bytes_bound=0,
                 regroups=regroups_sums(plan, question.profile),
             )
-            step = question.lower(plan)
             found = Judged(mixture=mixture, built=question.judge(priced, step), slots=peaks_by_slot(step))
             self.judged[mixture] = found
-        return found
+        return found, step
 
     def prices(self, policies: Sequence[CallPlan], homes: Sequence[BlockPlan]) -> OptionPrices:
         """Probes each option by itself: of all units, and of each group of ends. See [Note: prices

@@ -30,13 +30,17 @@ class KnownFacts:
         self._found: dict[Any, Any] = {}
         self._alike: dict[str, str] = {}
         self._described: tuple[Plan, StepShape] | None = None
+        self._of_calls: dict[Any, StepShape] = {}
 
     def shape(self, plan: Plan, profile: Profile) -> StepShape:
         """Returns the shape of a plan's step. A plan is built and lowered in turn: the last one is
         known.
         """
         if self._described is None or self._described[0] is not plan:
-            self._described = plan, describe_step(plan, profile)
+            key = plan.calls, plan.cut_tail
+            shape = describe_step(plan, profile, self._of_calls.get(key))
+            self._of_calls.setdefault(key, shape)
+            self._described = plan, shape
         return self._described[1]
 
     def segments(
