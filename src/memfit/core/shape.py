@@ -18,7 +18,7 @@ from memfit.core.tiers import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What a plan's decisions about calls say by segment, wherever weights rest.
+    """A plan's decisions about calls, by segment, wherever weights rest.
 
     Attributes:
         segments: (first, last) call of each segment, in forward order.
