@@ -106,7 +106,8 @@ class TrainRun:
             if settings.save is not None:
                 progress.wait_for(f"saving to {settings.save}")
                 job.save(settings.save)
-                training.keep_tokenizer(settings.save)
+                if settings.tells:  # one writer of its files
+                    training.keep_tokenizer(settings.save)
         self._tell(job, training, results, seconds)
         if settings.report is not None and settings.tells:
             job.report(settings.report)
