@@ -19,11 +19,19 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import memfit
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.limits import Limits
-from memfit.core.units import parse_bytes
+from memfit.core.units import format_seconds, parse_bytes
 from memfit.job.limit_checks import check_limit
 from memfit.verification.proof import Proof
 
 ROWS = 4
+
+
+@given(st.floats(min_value=1e-6, max_value=1e9))
+def test_seconds_are_written_with_three_digits_and_from_a_thousand_on_whole(seconds: float) -> None:
+    number, unit = format_seconds(seconds).split()
+    assert unit == "s"
+    assert float(number) == pytest.approx(seconds, rel=0.0051, abs=0.5 if seconds >= 999 else 0.0)
+    assert "e" not in number or seconds < 1e-4
 
 
 def _batch() -> tuple[Tensor, Tensor]:

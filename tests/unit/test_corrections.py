@@ -211,7 +211,7 @@ def test_a_job_compares_its_first_steps_and_the_next_one_predicts_better(monkeyp
     assert first is not None and first.steps == 3
     # No machine has Python that calls a million operations a second.
     assert first.ratio > 1.5 and first.deviations
-    assert f"{first.measured_s:.3g} s where {first.predicted_s:.3g} were predicted" in first.sentence()
+    assert f"{first.measured_s:.3g} s where {first.predicted_s:.3g} s were predicted" in first.sentence()
     found = load_correction(machine(), correction_path(path))
     assert found.ratios == (pytest.approx(first.ratio),)
     assert found.factors["overhead"] > 1

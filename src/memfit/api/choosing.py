@@ -29,7 +29,7 @@ from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.rates import at_rates_of_smaller, in_dtype
 from memfit.core.state_formats import StateFormat
-from memfit.core.units import MIB, format_bytes
+from memfit.core.units import MIB, format_bytes, format_seconds
 from memfit.core.work_kinds import summed
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.described import PlannedMachine
@@ -410,7 +410,7 @@ def _why_regrouped(choice: Choice, unchanged_s: float | None) -> str:
         return "no plan that adds up as plain PyTorch does is predicted to fit"
     seconds = choice.found.timeline.seconds
     return (
-        f"{seconds:.3g} s a step are predicted, {1 - seconds / unchanged_s:.0%} less than the {unchanged_s:.3g} s "
+        f"{format_seconds(seconds)} a step are predicted, {1 - seconds / unchanged_s:.0%} less than the {format_seconds(unchanged_s)} "
         "that any plan with plain PyTorch's own sums would take at least"
     )
 

@@ -16,7 +16,7 @@ from memfit.cli.output import print_json, print_table
 from memfit.core.errors import UsageError
 from memfit.core.plan import Plan
 from memfit.core.plan_difference import plan_differences
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
@@ -54,7 +54,7 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         rows = [
             (
                 answer.question,
-                "" if answer.seconds is None else f"{answer.seconds:.3g} s",
+                "" if answer.seconds is None else format_seconds(answer.seconds),
                 "" if answer.faster_s is None else _compared(answer.faster_s),
                 "" if answer.peak_bytes is None else format_bytes(answer.peak_bytes),
                 answer.plan,
@@ -77,7 +77,7 @@ def _print_increments(console: Console, explanation: Explanation) -> None:
         (
             increment.adds,
             format_bytes(increment.peak_bytes),
-            f"{increment.seconds:.3g} s",
+            format_seconds(increment.seconds),
             _bytes_saved(increment.saves_bytes),
             _seconds_paid(increment.costs_s),
         )
@@ -115,9 +115,9 @@ def _print_phases(console: Console, explanation: Explanation) -> None:
     rows: list[tuple[str, ...]] = []
     for phase in explanation.phases:
         lane, busy_s = next(iter(phase.busy_s.items()), ("", 0.0))
-        stalls = ", ".join(f"{cause} {seconds:.3g} s" for cause, seconds in phase.stalls_s.items())
+        stalls = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in phase.stalls_s.items())
         share = busy_s / phase.seconds if phase.seconds else 0.0
-        rows.append((phase.name, f"{phase.seconds:.3g} s", lane, f"{share:.0%}", stalls or "nothing"))
+        rows.append((phase.name, format_seconds(phase.seconds), lane, f"{share:.0%}", stalls or "nothing"))
     if rows:
         columns = ("part of the step", "takes", "busiest", "of the time", "compute waits for")
         print_table(console, "What holds the step up", columns, rows, left=("busiest", "compute waits for"))
@@ -130,7 +130,7 @@ def _print_curve(console: Console, explanation: Explanation) -> None:
     rows = [
         (
             format_bytes(point.limit_bytes),
-            f"{point.seconds:.3g} s",
+            format_seconds(point.seconds),
             "#" * max(1, round(24 * point.seconds / slowest)),
             ", ".join(word for word, holds in (("asked", point.is_asked), ("knee", point.is_knee)) if holds),
             point.name,
@@ -221,7 +221,12 @@ def show_difference(
     ]
     if priced:
         told = [
-            (str(path), format_bytes(advice.timeline.peak_bytes), f"{advice.timeline.seconds:.3g} s", _stalled(advice))
+            (
+                str(path),
+                format_bytes(advice.timeline.peak_bytes),
+                format_seconds(advice.timeline.seconds),
+                _stalled(advice),
+            )
             for path, advice in zip(paths, priced, strict=True)
         ]
         columns = ("plan", "tensors, predicted", "step, predicted", "compute waits for")
@@ -233,4 +238,4 @@ def show_difference(
 
 
 def _stalled(advice: Advice) -> str:
-    return ", ".join(f"{cause} {s:.3g} s" for cause, s in sorted(advice.timeline.stalls_s.items()) if s > 0)
+    return ", ".join(f"{cause} {format_seconds(s)}" for cause, s in sorted(advice.timeline.stalls_s.items()) if s > 0)

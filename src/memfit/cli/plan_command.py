@@ -17,7 +17,7 @@ from memfit.cli.source import CommandSource
 from memfit.core.errors import UsageError
 from memfit.core.hardware import TierSpec
 from memfit.core.tiers import TIERS, is_processor
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
@@ -184,7 +184,7 @@ def _print_limit(console: Console, advice: Advice) -> None:
             for tier in dict.fromkeys([*TIERS, *advice.timeline.peaks])
             if not tier.traits.is_device
         ),
-        ("step, predicted", f"{advice.timeline.seconds:.3g} s"),
+        ("step, predicted", format_seconds(advice.timeline.seconds)),
     ]
     print_table(console, "What it takes", ("what", "predicted"), rows)
 
@@ -209,7 +209,7 @@ def print_front(console: Console, advice: Advice) -> None:
         (
             "chosen" if point.name == advice.chosen else "fits" if point.fits else "does not fit",
             format_bytes(point.peak_bytes),
-            f"{point.seconds:.3g} s",
+            format_seconds(point.seconds),
             point.name,
         )
         for point in advice.front
@@ -227,7 +227,7 @@ def _print_classics(console: Console, advice: Advice) -> None:
             point.name,
             "fits" if point.fits else "does not fit",
             format_bytes(point.peak_bytes),
-            f"{point.seconds:.3g} s",
+            format_seconds(point.seconds),
             f"{point.seconds / own_s:.2f}x" if own_s else "",
             f"{point.says} ({point.microbatches} microbatches)" if point.microbatches > 1 else point.says,
         )

@@ -14,7 +14,7 @@ from memfit.cli.options import JsonOption, MachineOptions, SourceOptions, shared
 from memfit.cli.output import open_console, print_json, print_table
 from memfit.core.numbered_names import joined_names, split_number
 from memfit.core.plan import Plan
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
@@ -136,7 +136,7 @@ def _print_there(console: Console, there: Advice) -> None:
         ("predicted peak, reserve included", format_bytes(peak)),
         ("capacity" if limit is None else "limit", format_bytes(capacity)),
         ("fits", answer),
-        ("step, predicted", f"{there.timeline.seconds:.3g} s"),
+        ("step, predicted", format_seconds(there.timeline.seconds)),
     ]
     print_table(console, f"A plain step on {there.hardware.device}", ("what", ""), rows)
 

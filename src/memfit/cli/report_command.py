@@ -10,7 +10,7 @@ from rich.console import Console
 
 from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, shared
 from memfit.cli.output import open_console, print_json, print_table
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
@@ -66,7 +66,7 @@ def _print_tables(console: Console, name: str, advice: Advice, largest: int) -> 
     console.print(f"plan: {advice.reason}", markup=False)
     console.print(
         f"predicted peak of tensors {format_bytes(timeline.peak_bytes)}, of everything "
-        f"{format_bytes(advice.predicted_peak_bytes)}; predicted step {timeline.seconds:.3g} s, {len(timeline.moments)} actions",
+        f"{format_bytes(advice.predicted_peak_bytes)}; predicted step {format_seconds(timeline.seconds)}, {len(timeline.moments)} actions",
         markup=False,
     )
     console.print()
@@ -138,7 +138,7 @@ def _print_moments(console: Console, timeline: Timeline, largest: int) -> None:
             str(index),
             format_bytes(moment.peak_bytes),
             format_bytes(moment.after_bytes),
-            f"{moment.end_s - moment.start_s:.3g} s",
+            format_seconds(moment.end_s - moment.start_s),
         )
         for index, moment in ((i, timeline.moments[i]) for i in sorted(ranked))
     ]
@@ -153,6 +153,6 @@ def _print_links(console: Console, timeline: Timeline) -> None:
             for name in moved
         ]
         print_table(console, "Moved in a step", ("what", "read", "written"), rows)
-    stalls = [(cause, f"{s:.3g} s") for cause, s in sorted(timeline.stalls_s.items()) if s > 0]
+    stalls = [(cause, format_seconds(s)) for cause, s in sorted(timeline.stalls_s.items()) if s > 0]
     if stalls:
         print_table(console, "Compute waits for", ("cause", "seconds"), stalls)

@@ -1,4 +1,4 @@
-"""Conversion between bytes and text with units.
+"""Conversion between bytes and text with units; seconds as text.
 
 In: integers of bytes, or a user's `"8 GiB"`. Out: integers of bytes, or text. Binary (KiB, MiB,
 GiB, TiB) and decimal (kB, MB, GB, TB) units are both read, and one letter (K, M, G, T) as docker,
@@ -22,6 +22,8 @@ _UNITS = {
     "k": KIB, "m": MIB, "g": GIB, "t": TIB, "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+# Below it three digits are written without an exponent.
+_THREE_DIGITS = 999.5
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*$")
 
 
@@ -67,6 +69,11 @@ def format_bytes(size_bytes: int) -> str:
         if size >= scale:
             return f"{sign}{size / scale:.{digits}f} {unit}"
     return f"{sign}{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes seconds for a person: `"0.0123 s"`, `"7.1 s"`, `"2979 s"`."""
+    return f"{seconds:.3g} s" if abs(seconds) < _THREE_DIGITS else f"{seconds:.0f} s"
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -44,7 +44,7 @@ from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, P
 from memfit.core.hardware import Hardware
 from memfit.core.log import LOG
 from memfit.core.plan import Plan
-from memfit.core.units import MIB
+from memfit.core.units import MIB, format_seconds
 from memfit.distributed.agreement import agree
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.feedback import GAIN, step_seconds
@@ -261,7 +261,7 @@ def assemble_faster(
     is_same = faster.numerics.changes == planned.numerics.changes and not other_sums(planned.plan, faster.plan)
     if faster.plan == planned.plan or not is_same or then_s > GAIN * now_s:
         return before, None
-    cause = f"by what its steps measured of the machine the plan takes {now_s:.3g} s a step, and {then_s:.3g} s are predicted for another one"
+    cause = f"by what its steps measured of the machine the plan takes {format_seconds(now_s)} a step, and {format_seconds(then_s)} are predicted for another one"
     return _exchanged(before, faster, cause, interrupts)
 
 

@@ -31,6 +31,7 @@ from memfit.core.rates import in_dtype
 from memfit.core.step import Step, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
+from memfit.core.units import format_seconds
 from memfit.core.work_kinds import Work, WorkKind
 from memfit.job.corrections import (
     correction_path,
@@ -81,12 +82,12 @@ class StepComparison:
 
     def sentence(self) -> str:
         """Says it in a line, with the farthest action."""
-        said = f"computing took {self.measured_s:.3g} s where {self.predicted_s:.3g} were predicted"
+        said = (
+            f"computing took {format_seconds(self.measured_s)} where {format_seconds(self.predicted_s)} were predicted"
+        )
         if self.deviations:
             far = self.deviations[0]
-            said += (
-                f"; farthest apart: {far.action} ({far.count} a step), {far.measured_s:.3g} s for {far.predicted_s:.3g}"
-            )
+            said += f"; farthest apart: {far.action} ({far.count} a step), {format_seconds(far.measured_s)} for {format_seconds(far.predicted_s)}"
         return said if self.is_quiet else f"{said}; others used the processors meanwhile"
 
 

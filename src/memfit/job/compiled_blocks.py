@@ -49,7 +49,7 @@ from memfit.checkpoints.run_store import RunStore
 from memfit.core.compiled_calls import CompiledShare, at_shares, without_selection
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.profile import CallProfile, Profile
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 from memfit.job.machine import Machine
 from memfit.profiling.blocks import BlockMap, ModuleSite
 from memfit.tensors.trees import tensors_in
@@ -115,7 +115,7 @@ class MeasuredClass:
         if self.why_not:
             return f"{told}: {self.why_not}"
         gained = len(self.sites) * (plain.seconds - compiled.seconds)
-        return f"{told}; compiling took {self.compile_s:.3g} s, which {max(1, round(self.compile_s / gained))} steps earn back"
+        return f"{told}; compiling took {format_seconds(self.compile_s)}, which {max(1, round(self.compile_s / gained))} steps earn back"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 from memfit.core.work_kinds import WorkKind
 from memfit.job.comparing import StepComparison
 from memfit.job.measured_steps import MeasuredStep
@@ -147,14 +147,14 @@ def _facts(
         ("device", hardware.device),
         ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
         ("predicted peak", f"{format_bytes(whole)}, of it tensors {format_bytes(predicted.peak_bytes)}"),
-        ("predicted step", f"{predicted.seconds:.3g} s{_interval(predicted)}"),
+        ("predicted step", f"{format_seconds(predicted.seconds)}{_interval(predicted)}"),
         *_first_step(predicted, hardware),
     ]
     if measured is not None:
         facts += [
             *([] if step is None else [("measured in step", str(step))]),
             ("measured peak of tensors", format_bytes(measured.peak_bytes)),
-            ("measured step", f"{measured.seconds:.3g} s"),
+            ("measured step", format_seconds(measured.seconds)),
         ]
     return tuple(facts)
 
@@ -176,4 +176,4 @@ def _interval(predicted: Timeline) -> str:
     if predicted.interval_s is None:
         return ""
     least, most = predicted.interval_s
-    return f" ({least:.3g} to {most:.3g})"
+    return f" ({format_seconds(least).removesuffix(' s')} to {format_seconds(most).removesuffix(' s')})"

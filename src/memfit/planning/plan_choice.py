@@ -13,7 +13,7 @@ from memfit.core.numerics import weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 from memfit.planning.pricing import BuiltCandidate
 
 _LEANER = 0.01
@@ -132,13 +132,13 @@ def give_reason(
     peak, seconds = best.cost.peak_bytes, best.cost.seconds
     room = "no limit" if budget.tensor_bytes is None else f"{format_bytes(budget.tensor_bytes)} for tensors"
     text = (
-        f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {seconds:.3g} s a step; "
+        f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {format_seconds(seconds)} a step; "
         f"the fastest of the plans that fit ({len(built) + others} built)."
     )
     if any(b.fits and b.cost.seconds < seconds for b in built):
         text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")
     if bound_s is not None and 0 < bound_s < seconds:
-        text += f" No mixture of layers is expected to take less than {bound_s:.3g} s."
+        text += f" No mixture of layers is expected to take less than {format_seconds(bound_s)}."
     faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
     if faster:
         next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))
@@ -146,6 +146,6 @@ def give_reason(
         if more > 0:
             text += (
                 f" With {format_bytes(more)} more it would be {next_up.priced.candidate.name}, "
-                f"{next_up.cost.seconds:.3g} s."
+                f"{format_seconds(next_up.cost.seconds)}."
             )
     return text

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from memfit.core.errors import UsageError
 from memfit.core.step_report import TierUse
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, format_seconds
 
 _BAR_CELLS = 20
 _STEPS_REMEMBERED = 20
@@ -268,7 +268,7 @@ class TrainingProgress:
             per_s = progress.tokens / progress.step_s if progress.step_s > 0 else float("inf")
             speed = f"{per_s:,.0f} {progress.unit}/s"
         elif progress.step_s > 0:
-            speed = f"{progress.step_s:.3g} s a step"
+            speed = f"{format_seconds(progress.step_s)} a step"
         if total is not None:
             recent = self._recent_step_s or [progress.step_s]
             remaining = format_duration(statistics.median(recent) * (total - progress.step))

@@ -419,7 +419,8 @@ const laneWords = (kind) => {
 function drawLanes() {
   const chart = $("lanes-chart");
   if (!P.lanes.length) return;
-  const width = Math.max(320, chart.clientWidth), row = 30, left = 108, w = width - left - 18, v = lanesView();
+  const left = Math.max(108, 16 + 6.4 * Math.max(...P.lanes.map((lane) => lane.name.length)));  // its names end there
+  const width = Math.max(320, chart.clientWidth), row = 30, w = width - left - 18, v = lanesView();
   const height = P.lanes.length * row + 34;
   const x = (t) => left + (t - v.from) / (v.to - v.from) * w;
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
