@@ -110,13 +110,14 @@ def test_a_rank_that_is_killed_in_a_step_is_named(ranks: Ranks) -> None:
 
 def test_the_command_line_trains_on_ranks_and_only_the_first_one_tells(ranks: Ranks, tmp_path: Path) -> None:
     for made, *more in ((1,), (2,), (1, "--fresh")):  # typed again, the run goes on
-        (code, told, files), (other_code, nothing, _) = ranks.run(
+        (code, told, files, written), (other_code, nothing, _, others) = ranks.run(
             2, "distributed.command_calls:train", 1, str(tmp_path), *more, timeout_s=LONG_S
         )
         assert (code, other_code, nothing) == (0, 0, ""), told
         assert "data parallel" in told or "ZeRO" in told
         assert f"committed: step {made} in {tmp_path / 'run'}" in told
-        assert "model.safetensors" in files
+        assert "model.safetensors" in files and "tokenizer.json" in files
+        assert (written, others) == (1, 0), "one writer of a file"
 
 
 def test_the_sharded_example_trains_on_two_ranks_what_one_process_trains(

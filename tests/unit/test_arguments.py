@@ -26,11 +26,11 @@ from memfit.verification.proof import Proof
 ROWS = 4
 
 
-@given(st.floats(min_value=1e-6, max_value=1e9))
-def test_seconds_are_written_with_three_digits_and_from_a_thousand_on_whole(seconds: float) -> None:
-    number, unit = format_seconds(seconds).split()
+@given(st.floats(min_value=1e-6, max_value=1e9), st.sampled_from([2, 3, 4]))
+def test_seconds_are_written_with_so_many_digits_and_large_ones_whole(seconds: float, digits: int) -> None:
+    number, unit = format_seconds(seconds, digits).split()
     assert unit == "s"
-    assert float(number) == pytest.approx(seconds, rel=0.0051, abs=0.5 if seconds >= 999 else 0.0)
+    assert float(number) == pytest.approx(seconds, rel=0.51 * 10 ** (1 - digits), abs=0.5 if seconds >= 99 else 0.0)
     assert "e" not in number or seconds < 1e-4
 
 

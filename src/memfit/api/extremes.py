@@ -28,7 +28,7 @@ from memfit.api.explaining import AskedPlan
 from memfit.batches.cutting import ways_of
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
-from memfit.core.units import MIB, format_bytes
+from memfit.core.units import MIB, format_bytes, format_seconds
 from memfit.job.problem import Loss
 from memfit.planning.refusals import limit_to_name
 
@@ -216,7 +216,8 @@ class _Tried:
         """Says why it does not do."""
         if self.error is not None:
             return str(self.error).splitlines()[0]
-        return f"the plan for it takes {self.seconds:.4g} s a step, more than {step_seconds:g} s"
+        assert self.seconds is not None, "there is a plan where there is no error"
+        return f"the plan for it takes {format_seconds(self.seconds, 4)} a step, more than {step_seconds:g} s"
 
     def refusal(self, step_seconds: float | None, what: str) -> Exception:
         """Returns the error for a question without an answer."""
@@ -265,7 +266,8 @@ def _ends(question: AskedPlan, beside: int, does: Callable[[int], bool], step_se
     if not does(most):
         fastest = question.answer(limit=most).found.timeline
         raise UsageError(
-            f"without a limit the plan takes {fastest.seconds:.4g} s a step, not {step_seconds:g} s, with {format_bytes(fastest.peak_bytes)} of tensors: "
+            f"without a limit the plan takes {format_seconds(fastest.seconds, 4)} a step, not {step_seconds:g} s, "
+            f"with {format_bytes(fastest.peak_bytes)} of tensors: "
             "no limit makes it faster"
         )
     least = min(most, question.smallest_limit(beside))

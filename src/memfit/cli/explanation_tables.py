@@ -150,13 +150,14 @@ def _bytes_saved(saved: int) -> str:
 
 
 def _seconds_paid(seconds: float) -> str:
-    return f"{seconds:+.2g} s" if abs(seconds) > 1e-9 else ""
+    sign = "+" if seconds > 0 else ""
+    return f"{sign}{format_seconds(seconds, 2)}" if abs(seconds) > 1e-9 else ""
 
 
 def _compared(faster_s: float) -> str:
     if abs(faster_s) < 1e-9:
         return "the same"
-    return f"{abs(faster_s):.2g} s {'less' if faster_s > 0 else 'more'}"
+    return f"{format_seconds(abs(faster_s), 2)} {'less' if faster_s > 0 else 'more'}"
 
 
 def plan_data(advice: Advice) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def describe_step(plan: Plan, profile: Profile, calls: CallShape | None = None) 
     Args:
         plan: the decisions.
         profile: of the model.
-        calls: of a plan with the same decisions about calls, where one is known.
+        calls: what `describe_calls` gives, where that is known.
 
     Raises:
         PlanError: the plan names blocks or calls that the model does not have, or contradicts
@@ -129,7 +129,7 @@ def describe_step(plan: Plan, profile: Profile, calls: CallShape | None = None) 
 
 
 def describe_calls(plan: Plan, profile: Profile) -> CallShape:
-    """Resolves a plan's decisions about calls (`calls`, `cut_tail`), which it was checked for."""
+    """Resolves a plan's decisions about calls (`calls`, `cut_tail`), legal or not."""
     trace = next(iter(profile.traces.values()))
     index = {block.name: i for i, block in enumerate(profile.blocks)}
     segments = plan.segments(len(trace.calls))

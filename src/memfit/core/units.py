@@ -22,8 +22,6 @@ _UNITS = {
     "k": KIB, "m": MIB, "g": GIB, "t": TIB, "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
-# Below it three digits are written without an exponent.
-_THREE_DIGITS = 999.5
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*$")
 
 
@@ -71,9 +69,11 @@ def format_bytes(size_bytes: int) -> str:
     return f"{sign}{size} B"
 
 
-def format_seconds(seconds: float) -> str:
-    """Writes seconds for a person: `"0.0123 s"`, `"7.1 s"`, `"2979 s"`."""
-    return f"{seconds:.3g} s" if abs(seconds) < _THREE_DIGITS else f"{seconds:.0f} s"
+def format_seconds(seconds: float, digits: int = 3) -> str:
+    """Writes seconds for a person: `"0.0123 s"`, `"7.1 s"`, `"2979 s"`; with so many digits, or as
+    many as whole seconds have.
+    """
+    return f"{seconds:.{digits}g} s" if abs(seconds) < 10**digits - 0.5 else f"{seconds:.0f} s"
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -168,7 +168,10 @@ def _first_step(predicted: Timeline, hardware: Hardware) -> list[tuple[str, str]
     grown = max(0, predicted.peak_bytes - predicted.moments[0].after_bytes)
     more_s = work_seconds(((WorkKind.FRESH, float(grown)),), hardware)
     return [
-        ("first step", f"{more_s:.2g} s more, for {format_bytes(grown)} of memory that is touched for the first time")
+        (
+            "first step",
+            f"{format_seconds(more_s, 2)} more, for {format_bytes(grown)} of memory that is touched for the first time",
+        )
     ]
 
 

@@ -70,8 +70,6 @@ class PeakBounds:
         # What backward makes; where it adds up in another dtype it takes more.
         self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
         self._activations: dict[Any, tuple[_Moment, ...]] = {}
-        # Of all microbatches, by their number.
-        self._inputs: dict[int, int] = {}
         self._known = KnownFacts()
 
     def of(self, plan: Plan) -> int:
@@ -91,10 +89,8 @@ class PeakBounds:
             total += 0 if index in shape.visiting else self._weights[index]
             if plan.block(block.name).state_home is Tier.DEVICE:
                 total += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-        if plan.microbatches not in self._inputs:
-            traces = traces_of(profile, plan.microbatches, self._known)
-            self._inputs[plan.microbatches] = sum(map(input_bytes, traces))
-        return total + self._inputs[plan.microbatches]
+        traces = traces_of(profile, plan.microbatches, self._known)
+        return total + self._known.found(("inputs", plan.microbatches), lambda: sum(map(input_bytes, traces)))
 
     def _visiting_bytes(self, moment: _Moment, shape: StepShape) -> int:
         if moment.segment < 0:

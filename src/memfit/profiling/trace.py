@@ -368,11 +368,15 @@ def _is_of_users(file: str) -> bool:
 
 def _why_fake_failed(error: Exception) -> str:
     operation = getattr(error, "func", None)
-    told = f"{operation} needs values that a fake tensor does not have" if operation is not None else str(error)
-    said = told.strip().splitlines()[0].rstrip(".") if told.strip() else type(error).__name__
-    if operation is None and told.strip() and not isinstance(error, RuntimeError | MemfitError):
+    lines = str(error).strip().splitlines()
+    if operation is not None:
+        said = f"{operation} needs values that a fake tensor does not have"
+    elif not lines:
+        said = type(error).__name__
+    else:
         # A KeyError says its key alone.
-        said = f"{type(error).__name__}: {said}"
+        name = "" if isinstance(error, RuntimeError | MemfitError) else f"{type(error).__name__}: "
+        said = f"{name}{lines[0].rstrip('.')}"
     return f"{said}{_place_in_users_code(error)}"
 
 

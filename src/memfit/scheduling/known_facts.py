@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.saved_policies import Saved
-from memfit.core.shape import StepShape, describe_step
+from memfit.core.shape import StepShape, describe_calls, describe_step
 from memfit.scheduling.segment_facts import SegmentFacts
 
 _FoundT = TypeVar("_FoundT")
@@ -32,17 +32,15 @@ class KnownFacts:
         self._found: dict[Any, Any] = {}
         self._alike: dict[str, str] = {}
         self._described: tuple[Plan, StepShape] | None = None
-        self._of_calls: dict[Any, StepShape] = {}
 
     def shape(self, plan: Plan, profile: Profile) -> StepShape:
         """Returns the shape of a plan's step. A plan is built and lowered in turn: the last one is
         known.
         """
         if self._described is None or self._described[0] is not plan:
-            key = plan.calls, plan.cut_tail
-            shape = describe_step(plan, profile, self._of_calls.get(key))
-            self._of_calls.setdefault(key, shape)
-            self._described = plan, shape
+            key = "shape of calls", plan.calls, plan.cut_tail
+            calls = self.found(key, lambda: describe_calls(plan, profile))
+            self._described = plan, describe_step(plan, profile, calls)
         return self._described[1]
 
     def segments(
