@@ -28,7 +28,7 @@ from memfit.planning.mixing import ByteRoom, best_shares
 from memfit.planning.planner import choose_plan
 from memfit.planning.pricing import PlanQuestion
 from memfit.planning.slot_prices import Judge, uniform
-from memfit.prediction.bytes import AT_THE_END, peaks_by_slot
+from memfit.prediction.bytes import AT_THE_END, peaks_and_slots
 from memfit.prediction.predict import appraise, predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.known_facts import KnownFacts
@@ -138,7 +138,7 @@ def test_peaks_by_slot_are_the_timeline_s() -> None:
             slot = words[0] == "backward", int(words[1][1:])
             found[slot] = max(found.get(slot, 0), highest)
             highest = moment.after_bytes
-    slots = peaks_by_slot(step)
+    _, slots = peaks_and_slots(step)
     assert {slot: nbytes for slot, nbytes in slots.items() if slot != AT_THE_END} == found
     assert max(slots.values()) == appraise(step, card()).peak_bytes
 

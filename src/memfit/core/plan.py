@@ -16,6 +16,7 @@ from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.frozen_formats import FrozenFormat
+from memfit.core.hashing import hash_once, without_hash
 from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.shares import Share
@@ -83,6 +84,12 @@ class BlockPlan:
                 f"update_on of BlockPlan is one of ['device', 'host'], not {str(self.update_on)!r}: nothing computes there"
             )
 
+    def __hash__(self) -> int:
+        return hash_once(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
+
     def __repr__(self) -> str:
         return named_values(self)
 
@@ -139,6 +146,12 @@ class CallPlan:
 
     def __post_init__(self) -> None:
         _take_words(self)
+
+    def __hash__(self) -> int:
+        return hash_once(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        return without_hash(self)
 
     def __repr__(self) -> str:
         return named_values(self)
@@ -306,11 +319,11 @@ class Plan:
         """Checks the plan against a model. Raises `PlanError` if it names blocks or calls that the
         model does not have, or contradicts itself.
         """
-        unknown = sorted(set(self.blocks) - set(block_names))
-        if unknown:
-            raise PlanError(
-                f"the plan names blocks that the model does not have: {str(unknown)[:_SHOWN]}; it has {str(list(block_names))[:_SHOWN]} (see memfit.profile)"
-            )
+        self.check_homes(block_names)
+        self.check_calls(number_of_calls)
+
+    def check_calls(self, number_of_calls: int) -> None:
+        """Checks policies of calls and the tail alone. Raises `PlanError` as `check` does."""
         if len(self.calls) > number_of_calls:
             raise PlanError(
                 f"the plan decides {len(self.calls)} calls, the model makes {number_of_calls}: give calls= one CallPlan for each call that memfit.profile "
@@ -327,6 +340,14 @@ class Plan:
                 raise PlanError(
                     f"calls[{index}] is offloaded to the device; use saved='keep', or another tier, such as host or disk"
                 )
+
+    def check_homes(self, block_names: Sequence[str]) -> None:
+        """Checks the homes alone. Raises `PlanError` as `check` does."""
+        unknown = sorted(set(self.blocks) - set(block_names))
+        if unknown:
+            raise PlanError(
+                f"the plan names blocks that the model does not have: {str(unknown)[:_SHOWN]}; it has {str(list(block_names))[:_SHOWN]} (see memfit.profile)"
+            )
         for name, block in self.blocks.items():
             self._check_shares(name, block)
             if block.update_on is Tier.HOST and not {block.gradient_home, block.state_home} <= {Tier.HOST, Tier.DISK}:

@@ -69,7 +69,7 @@ class BlockProfile:
     encoded: frozenset[str] = frozenset()
     encoded_bytes: int = 0
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """True if a parameter gets a gradient."""
         return any(p.requires_grad for p in self.parameters)
@@ -86,17 +86,20 @@ class BlockProfile:
         sizes = [[p.nbytes for p in every], [p.master_nbytes for p in every], [p.nbytes for p in trained]]
         return tuple(flat_layout(s)[1] for s in (*sizes, [p.master_nbytes or p.nbytes for p in trained]))
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of the parameters that train."""
         return sum(p.nbytes for p in self.parameters if p.requires_grad)
 
-    @property
+    @cached_property
     def largest_gradient_bytes(self) -> int:
-        """Bytes of the largest single gradient, which adding another microbatch's gradient holds
-        twice.
-        """
+        """Bytes of the largest single gradient: adding another microbatch's holds it twice."""
         return max((p.nbytes for p in self.parameters if p.requires_grad), default=0)
+
+    @cached_property
+    def largest_gradient_elements(self) -> int:
+        """Elements of the largest single gradient."""
+        return max((math.prod(p.shape) for p in self.parameters if p.requires_grad), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,10 +277,8 @@ class TraceProfile:
     libraries: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        saved = sum(self.saved_bytes(call.index) for call in self.calls)
-        return (
-            f"<TraceProfile of {self.rows} rows: {len(self.calls)} calls, {format_bytes(saved)} saved inside of them>"
-        )
+        saved = format_bytes(sum(self.saved_bytes(call.index) for call in self.calls))
+        return f"<TraceProfile of {self.rows} rows: {len(self.calls)} calls, {saved} saved inside of them>"
 
     def shared_with_tail(self, tail: int) -> str | None:
         """Returns a block that is read before call `tail` and, outside of calls, after it, so that
@@ -285,7 +286,7 @@ class TraceProfile:
         """
         after = {block for block, calls in self.loose_reads if calls > tail}
         before = {block for block, calls in self.loose_reads if calls <= tail}
-        before.update(block for call in self.calls[:tail] for block in call.blocks)
+        before.update(*(call.blocks for call in self.calls[:tail]))
         return min(after & before, default=None)
 
     def saved_bytes(self, call: int) -> int:
@@ -390,10 +391,8 @@ class Profile:
         ]
         if len(rows) > _BLOCKS_SHOWN:
             rows = [*rows[: _BLOCKS_SHOWN - 1], (f"... and {len(rows) - _BLOCKS_SHOWN + 1} more", "", "", "")]
-        title = f"Profile of a plain step of {self.batch_rows} rows, predicted"
-        return html_table(title, self._totals()) + html_table(
-            "By block", rows, ("block", "weights", "gradients", "optimizer states")
-        )
+        totals = html_table(f"Profile of a plain step of {self.batch_rows} rows, predicted", self._totals())
+        return totals + html_table("By block", rows, ("block", "weights", "gradients", "optimizer states"))
 
     def _totals(self) -> list[tuple[str, str]]:
         trace = self.traces.get(self.batch_rows) or next(iter(self.traces.values()))

@@ -83,44 +83,50 @@ class StepShape(CallShape):
         raise IndexError(call)
 
 
-def describe_step(plan: Plan, profile: Profile, calls: CallShape | None = None) -> StepShape:
+@dataclass(frozen=True, kw_only=True)
+class HomeShape:
+    """A plan's decisions about blocks, as in `StepShape`."""
+
+    visiting: frozenset[int]
+    accumulating: frozenset[int]
+    spreading: frozenset[int]
+    cut: frozenset[int]
+
+
+def describe_step(
+    plan: Plan, profile: Profile, calls: CallShape | None = None, homes: HomeShape | None = None
+) -> StepShape:
     """Resolves a plan against a profile.
 
     Args:
         plan: the decisions.
         profile: of the model.
         calls: what `describe_calls` gives, where that is known.
+        homes: what `describe_homes` gives, where that is known.
 
     Raises:
         PlanError: the plan names blocks or calls that the model does not have, or contradicts
             itself.
     """
-    trace = next(iter(profile.traces.values()))
-    names = tuple(b.name for b in profile.blocks)
-    plan.check(names, len(trace.calls))
     calls = describe_calls(plan, profile) if calls is None else calls
-    homes = [plan.block(name) for name in names]
+    homes = describe_homes(plan, profile) if homes is None else homes
     trains = {i for i, b in enumerate(profile.blocks) if b.trains}
     called = {b for gets in calls.contributes for b in gets}
     spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
     return StepShape(
-        blocks=names,
+        blocks=tuple(b.name for b in profile.blocks),
         segments=calls.segments,
         has_backward=calls.has_backward,
         needs=calls.needs,
         contributes=calls.contributes,
         leaves=calls.leaves,
         tail_segment=calls.tail_segment,
-        visiting=frozenset(
-            i
-            for i, (b, home) in enumerate(zip(profile.blocks, homes, strict=True))
-            if (b.encoded_bytes or not home.rests_whole_on_device) and i not in spanning
-        ),
+        visiting=homes.visiting,
         trainable=tuple(sorted(trains)),
         loose=frozenset(trains & spanning | trains - called),
-        accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
-        spreading=frozenset(i for i in trains if homes[i].spreads),
-        cut=frozenset(i for i, home in enumerate(homes) if home.weights_over is not Share.WHOLE),
+        accumulating=homes.accumulating,
+        spreading=homes.spreading,
+        cut=homes.cut,
         ranks=plan.ranks,
         takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
         updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
@@ -128,9 +134,37 @@ def describe_step(plan: Plan, profile: Profile, calls: CallShape | None = None) 
     )
 
 
+def describe_homes(plan: Plan, profile: Profile) -> HomeShape:
+    """Resolves a plan's decisions about blocks.
+
+    Raises:
+        PlanError: as `describe_step`.
+    """
+    names = tuple(b.name for b in profile.blocks)
+    plan.check_homes(names)
+    homes = [plan.block(name) for name in names]
+    return HomeShape(
+        visiting=frozenset(
+            i
+            for i, (b, home) in enumerate(zip(profile.blocks, homes, strict=True))
+            if (b.encoded_bytes or not home.rests_whole_on_device) and not b.is_spanning
+        ),
+        accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
+        spreading=frozenset(
+            i for i, (b, home) in enumerate(zip(profile.blocks, homes, strict=True)) if b.trains and home.spreads
+        ),
+        cut=frozenset(i for i, home in enumerate(homes) if home.weights_over is not Share.WHOLE),
+    )
+
+
 def describe_calls(plan: Plan, profile: Profile) -> CallShape:
-    """Resolves a plan's decisions about calls (`calls`, `cut_tail`), legal or not."""
+    """Resolves a plan's decisions about calls (`calls`, `cut_tail`).
+
+    Raises:
+        PlanError: as `describe_step`.
+    """
     trace = next(iter(profile.traces.values()))
+    plan.check_calls(len(trace.calls))
     index = {block.name: i for i, block in enumerate(profile.blocks)}
     segments = plan.segments(len(trace.calls))
     trains = {i for i, b in enumerate(profile.blocks) if b.trains}

@@ -26,7 +26,7 @@ from memfit.core.tiers import Tier
 from memfit.planning.candidates import Candidate
 from memfit.planning.mixed_units import Mixture, Units, mixed_plan
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate
-from memfit.prediction.bytes import AT_THE_END, Slot, peaks_by_slot
+from memfit.prediction.bytes import AT_THE_END, Slot
 
 ValueT = TypeVar("ValueT", CallPlan, BlockPlan)
 
@@ -49,12 +49,15 @@ class Judged:
     Attributes:
         mixture: the decisions.
         built: the plan with its prediction.
-        slots: device peaks by slot.
     """
 
     mixture: Mixture
     built: BuiltCandidate
-    slots: Mapping[Slot, int]
+
+    @property
+    def slots(self) -> Mapping[Slot, int]:
+        """Device peaks by slot."""
+        return self.built.cost.slots
 
     def amount(self, row: Row) -> float:
         """Returns what the plan takes of one row of prices."""
@@ -184,7 +187,7 @@ class Judge:
                 bytes_bound=0,
                 regroups=regroups_sums(plan, question.profile),
             )
-            found = Judged(mixture=mixture, built=question.judge(priced, step), slots=peaks_by_slot(step))
+            found = Judged(mixture=mixture, built=question.judge(priced, step))
             self.judged[mixture] = found
         return found, step
 

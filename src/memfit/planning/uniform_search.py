@@ -15,7 +15,7 @@ from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidat
 from memfit.prediction.predict import Appraisal
 from memfit.scheduling.sizes import home_bytes
 
-UNIFORM_PATIENCE = 60
+UNIFORM_PATIENCE = 15
 """Uniform plans that are built in vain before mixed ones are looked for."""
 
 

@@ -33,7 +33,7 @@ a job that may have no room for them, and a fast disk beside slow cores leaves l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, Plan
@@ -56,7 +56,7 @@ LEAST_WEIGHT_BYTES = 64 * MIB
 # At one limit of the series: frames that are looked at; uniform plans that these come from, and
 # that are built in vain for them.
 _FRAMES = 2
-_MOST_UNIFORM, _PATIENCE = 40, 8
+_MOST_UNIFORM, _PATIENCE = 15, 4
 # A frame that was so many times slower than another one is not looked at again.
 _TOO_SLOW = 1.2
 # Where the series is not finer, it is polished at every so-manieth limit of the series.
@@ -75,6 +75,8 @@ _LEAST_MOVES = 3
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
 _GAIN = 1e-4
+# Shares that solving leaves beside a whole one.
+_WHOLE = 1e-9
 # Polishing that gains less is done less often.
 _WORTH = 1e-3
 
@@ -98,9 +100,9 @@ class MixedPlans:
     Attributes:
         built: plans that were judged and fit, and the next one that does not.
         count: number of all that were judged.
-        bound_s: least seconds that the chain program gives in any frame, with shares of units;
-            None: no mixture fits in any. No proof: prices of shares are not exactly those of whole
-            units, and other frames were not looked at.
+        bound_s: least seconds that the chain program gives in any frame that was looked at to the
+            end, with shares of units; None: no mixture fits in any. No proof: prices of shares are
+            not exactly those of whole units, and other frames were not looked at.
     """
 
     built: tuple[BuiltCandidate, ...]
@@ -154,13 +156,17 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion, indices: Iterat
     return MixedPlans(built=_worth_telling(found, question), count=len(found), bound_s=_bound_of(searches.values()))
 
 
-def _bound_of(searches: Iterable[_FrameSearch]) -> float | None:
+def _bound_of(searches: Collection[_FrameSearch]) -> float | None:
     """Returns the least bound of frames; None: no mixture fits in any.
 
-    The chain program is asked only of frames that the mixture program, which is quicker, leaves.
+    Only of frames that were looked at to the end: what is far behind with its best mixture is far
+    behind with its bound, and many microbatches make a large program. The chain program is asked
+    only of frames that the mixture program, which is quicker, leaves.
     """
+    best_s = min((search.best_s for search in searches), default=math.inf)
+    near = [search for search in searches if search.best_s <= _TOO_SLOW * best_s]
     least_s = math.inf
-    for bound_s, _, search in sorted((search.bound_s, i, search) for i, search in enumerate(searches)):
+    for bound_s, _, search in sorted((search.bound_s, i, search) for i, search in enumerate(near)):
         if bound_s < least_s:
             least_s = min(least_s, search.chain_bound_s(bound_s))
     return least_s if math.isfinite(least_s) else None
@@ -366,7 +372,8 @@ class _FrameSearch:
             if ends is None:
                 # A group of ends is one: what has the most of it has all.
                 ends = tuple(max(range(len(group)), key=group.__getitem__) for group in shares.ends)
-                shares = self._shares(slack, stall_weight, ends, tiers) or shares
+                if any(max(group) < 1 - _WHOLE for group in shares.ends):
+                    shares = self._shares(slack, stall_weight, ends, tiers) or shares
             count = len(self._judge.units.calls)
             counts = _Counts(
                 policies=tuple(whole_counts(shares.policies, count)),

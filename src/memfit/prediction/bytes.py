@@ -5,8 +5,8 @@ In: `Step`. Out: `TierBytes` for each operation; peaks by tier; or bytes by owne
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memfit.core.schedule import Backward, Forward
@@ -41,48 +41,76 @@ def follow_tier(step: Step, tier: Tier = Tier.DEVICE) -> Iterator[TierBytes]:
 
 def peaks(step: Step) -> dict[Tier, int]:
     """Returns the peak bytes by tier: of the device, and of every tier that is ever used."""
-    alive: dict[Tier, int] = defaultdict(int, {Tier.DEVICE: 0})
-    for change in step.resting:
-        alive[change.tier] += change.nbytes
-    most = defaultdict(int, alive)
-    for operation in step:
-        high: dict[Tier, int] = {}
-        for change in operation.during:
-            high[change.tier] = high.get(change.tier, 0) + change.nbytes
-        for tier, nbytes in high.items():
-            most[tier] = max(most[tier], alive[tier] + nbytes)
-        for change in operation.changes:
-            alive[change.tier] += change.nbytes
-        for tier in {change.tier for change in operation.changes}:
-            most[tier] = max(most[tier], alive[tier])
-    return dict(most)
+    return peaks_and_slots(step)[0]
 
 
-def peaks_by_slot(step: Step) -> dict[Slot, int]:
-    """Returns the device's peak bytes by slot: at each segment's forward or backward, of any
-    microbatch, and at what stands between it and the one before.
+def peaks_and_slots(step: Step) -> tuple[dict[Tier, int], dict[Slot, int]]:
+    """Returns the peak bytes by tier, as `peaks`, and the device's by slot: at each segment's
+    forward or backward, of any microbatch, and at what stands between it and the one before.
 
     What stands behind the last one has the slot `AT_THE_END`.
     """
-    alive = sum(change.nbytes for change in step.resting if change.tier is Tier.DEVICE)
-    found: dict[Slot, int] = {}
+    device = Tier.DEVICE
+    alive = sum(change.nbytes for change in step.resting if change.tier is device)
+    beside = _Beside([change for change in step.resting if change.tier is not device])
+    slots: dict[Slot, int] = {}
     highest = alive
-    for operation in step:
-        during = alive
+    # Each plan that a planner looks at passes here: the device apart, since most changes are its.
+    for operation in step.operations:
+        rising = alive
+        others: list[ByteChange] = []
         for change in operation.during:
-            if change.tier is Tier.DEVICE:
-                during += change.nbytes
+            if change[0] is device:
+                rising += change[3]
+            else:
+                others.append(change)
+        if others:
+            beside.rise(others)
+            others = []
         for change in operation.changes:
-            if change.tier is Tier.DEVICE:
-                alive += change.nbytes
-        highest = max(highest, during, alive)
+            if change[0] is device:
+                alive += change[3]
+            else:
+                others.append(change)
+        if others:
+            beside.change(others)
+        highest = max(highest, rising, alive)
         action = operation.action
         if isinstance(action, Forward | Backward):
             slot = isinstance(action, Backward), action.first
-            found[slot] = max(found.get(slot, 0), highest)
+            slots[slot] = max(slots.get(slot, 0), highest)
             highest = alive
-    found[AT_THE_END] = highest
-    return found
+    slots[AT_THE_END] = highest
+    return {device: max(slots.values()), **beside.most}, slots
+
+
+class _Beside:
+    """Bytes of the tiers beside the device.
+
+    Attributes:
+        most: peak bytes by tier.
+    """
+
+    def __init__(self, resting: Sequence[ByteChange]) -> None:
+        self._alive: dict[Tier, int] = {}
+        self.most: dict[Tier, int] = {}
+        self.change(resting)
+
+    def rise(self, changes: Sequence[ByteChange]) -> None:
+        """Takes bytes that are there for one operation."""
+        for tier, nbytes in self._with(changes).items():
+            self.most[tier] = max(self.most.get(tier, 0), nbytes)
+
+    def change(self, changes: Sequence[ByteChange]) -> None:
+        """Takes bytes that come or go."""
+        self.rise(changes)
+        self._alive.update(self._with(changes))
+
+    def _with(self, changes: Sequence[ByteChange]) -> dict[Tier, int]:
+        found: dict[Tier, int] = {}
+        for tier, _, _, nbytes in changes:
+            found[tier] = found.get(tier, self._alive.get(tier, 0)) + nbytes
+        return found
 
 
 def held_at(step: Step, index: int, tier: Tier = Tier.DEVICE) -> dict[tuple[str, str], int]:

@@ -50,7 +50,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.core.hardware import Hardware
@@ -63,6 +62,7 @@ from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 
 # Seconds that two sums of the same terms may differ by, in another order.
 _ROUNDING_S = 1e-12
+_NO_TIERS = frozenset[Tier]()
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
 # That of a main thread behind an update's traffic with host memory.
@@ -71,8 +71,7 @@ LAST_BACKWARD = "last backward"
 """Names the instant at which the last backward is through."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActionTime:
+class ActionTime(NamedTuple):
     """Begin and end of an operation, in seconds since the step began. A transfer ends when its
     bytes have arrived; later operations may have begun before.
     """
@@ -257,9 +256,10 @@ class Clock:
         last = next((i for i in behind if isinstance(operations[i].action, Backward)), -1)
         is_forward = False
         for index, operation in enumerate(operations):
-            if isinstance(operation.action, Forward):
+            kind = type(operation.action)
+            if kind is Forward:
                 is_forward = True
-            elif is_forward and isinstance(operation.action, Backward):
+            elif is_forward and kind is Backward:
                 is_forward = False
                 instants["last turn"] = dict(self.busy_s)
                 instants.setdefault("first turn", instants["last turn"])
@@ -271,7 +271,7 @@ class Clock:
     def _ended(self, times: list[ActionTime]) -> list[ActionTime]:
         """Lets the last update that moved bytes end when links are through with all pieces."""
         for one in self._updating:
-            self._note_update(one)
+            self._note(UPDATE_LANE, "work", "", one.began, one.end, moment=one.moment)
         self._updating.clear()
         for moment, end in self._late_s.items():
             times[moment] = ActionTime(start_s=times[moment].start_s, end_s=max(times[moment].end_s, end))
@@ -305,58 +305,66 @@ class Clock:
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
 
     def _take(self, operation: Operation) -> ActionTime:
+        # All at once: each operation of each plan that a planner looks at passes here.
+        (_, _, _, waits, waits_after, transfers, awaited, is_chain, after, behind, gives, work, host_work, place) = (
+            operation[:14]
+        )
         self._moment += 1
         start = self.now_s
-        if operation.waits:
-            self._wait(operation.waits)
-        if operation.work:
-            start = self.now_s  # what computes is shown without its stall
+        if waits:
+            self._wait(waits)
+            if work:
+                start = self.now_s  # what computes is shown without its stall
         begin = self.now_s
-        for token in operation.after:
-            begin = max(begin, self._done_s.get(token, 0.0))
-        for transfer in operation.awaited:
-            begin = self._stop(transfer, begin)
-        if operation.behind is not None:
-            begin = max(begin, self._come_s.get(operation.behind, 0.0))
+        if after or awaited or behind is not None:
+            begin = self._begin(after, awaited, behind)
         end = come = begin
-        reads, fed = frozenset[Tier](), begin
-        if operation.update_place is UpdatePlace.BESIDE:
+        is_beside = place is UpdatePlace.BESIDE
+        reads, fed = _NO_TIERS, begin
+        if is_beside:
             # Its own pieces come behind all that their links were given before.
             reads = _read_in_pieces(operation)
             fed = max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
+        # By direction: when what it moves to and from host memory is through.
         passed: dict[str, float] = {}
-        for transfer in operation.transfers:
-            moved = self._serve(
-                transfer, end if operation.is_chain else begin, in_pieces=operation.update_place is not None
-            )
+        for transfer in transfers:
+            moved = self._serve(transfer, end if is_chain else begin, in_pieces=place is not None)
             end = max(end, moved)
             if transfer.tier is Tier.HOST:
                 passed[transfer.direction] = moved
             if transfer.direction == "read":
                 come = max(come, moved)
-        if operation.work and self._pace is not None:
-            seconds = self._pace.work_s(operation.work)
-            if operation.update_place is UpdatePlace.BESIDE:
-                end = max(end, self._update_beside(fed, seconds, operation.gives, reads))
+        if work and self._pace is not None:
+            seconds = self._pace.work_s(work)
+            if is_beside:
+                end = max(end, self._update_beside(fed, seconds, gives, reads))
                 if self._pace.updates_in_order and passed:
                     # A piece is computed when the one before is home: writes and work take turns.
                     self._stop_until(max(passed.get("read", 0.0), passed.get("write", -seconds) + seconds), _UPDATE)
             else:
                 self._compute(seconds, self._pace)
-        if operation.host_work and self._pace is not None:
-            began = max(begin, self._host_free_s)
-            self._host_free_s = began + self._pace.host_work_s(operation.host_work)
-            self._work(HOST_LANE, self._host_free_s - began)
-            self._note(HOST_LANE, "work", "", began, self._host_free_s)
-            end = max(end, self._host_free_s)
-        if operation.gives is not None:
+        if host_work and self._pace is not None:
+            end = max(end, self._update_on_host(begin, self._pace.host_work_s(host_work)))
+        if gives is not None:
             end = max(end, self.now_s)
-            self._done_s[operation.gives] = end
-            self._come_s[operation.gives] = come
-            return ActionTime(start_s=begin, end_s=end)
+            self._done_s[gives] = end
+            self._come_s[gives] = come
+            return ActionTime(begin, end)
         end = self.now_s
-        self._wait(operation.waits_after)
-        return ActionTime(start_s=start, end_s=end)
+        if waits_after:
+            self._wait(waits_after)
+        return ActionTime(start, end)
+
+    def _begin(self, after: Iterable[Token], awaited: Iterable[Transfer], behind: Token | None) -> float:
+        """Returns when an operation's transfers begin, behind what they wait for."""
+        begin = self.now_s
+        for token in after:
+            begin = max(begin, self._done_s.get(token, 0.0))
+        for transfer in awaited:
+            # The main thread itself waits for these.
+            begin = self._serve(transfer, begin)
+            self._stop_until(begin, _SUM)
+        return begin if behind is None else max(begin, self._come_s.get(behind, 0.0))
 
     def _serve(self, transfer: Transfer, begin: float, *, in_pieces: bool = False) -> float:
         tier, direction, category, nbytes, crosses = transfer
@@ -414,6 +422,14 @@ class Clock:
         self._work(UPDATE_LANE, seconds)
         return end
 
+    def _update_on_host(self, begin: float, seconds: float) -> float:
+        """Puts an update behind those that the host's cores work on; returns when it is through."""
+        began = max(begin, self._host_free_s)
+        self._host_free_s = began + seconds
+        self._work(HOST_LANE, self._host_free_s - began)
+        self._note(HOST_LANE, "work", "", began, self._host_free_s)
+        return self._host_free_s
+
     def _starve(self, tier: Tier, since_s: float, until_s: float) -> None:
         """Lets updates that read from a tier do nothing while a transfer goes before their
         pieces.
@@ -436,9 +452,6 @@ class Clock:
         self._updating = fed
         self._updates_free_s = max(self._updates_free_s, free_s)
 
-    def _note_update(self, one: _Updating) -> None:
-        self._note(UPDATE_LANE, "work", "", one.began, one.end, moment=one.moment)
-
     def _compute(self, left_s: float, pace: Pace) -> None:
         """Computes for so long, slower while a link has work and not while an update goes first."""
         self._work(COMPUTE_LANE, left_s)
@@ -448,7 +461,8 @@ class Clock:
                 left_s = self._compute_until(first.began, left_s, pace)
             if first.began <= self.now_s:
                 self.now_s = max(self.now_s, first.end)
-                self._note_update(self._updating.popleft())
+                self._updating.popleft()
+                self._note(UPDATE_LANE, "work", "", first.began, first.end, moment=first.moment)
         self._compute_until(float("inf"), left_s, pace)
 
     def _compute_until(self, until_s: float, left_s: float, pace: Pace) -> float:
@@ -472,12 +486,6 @@ class Clock:
         self.now_s += done_s
         self._note(COMPUTE_LANE, "work", "", since_s, self.now_s)
         return left_s - done_s
-
-    def _stop(self, transfer: Transfer, begin: float) -> float:
-        """Returns when a transfer that the main thread itself waits for is done."""
-        done = self._serve(transfer, begin)
-        self._stop_until(done, _SUM)
-        return done
 
     def _wait(self, tokens: Iterable[Token]) -> None:
         for token in tokens:

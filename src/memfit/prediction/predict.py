@@ -13,7 +13,7 @@ from memfit.core.hardware import Hardware
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline, for_updates
-from memfit.prediction.bytes import follow_tier, peaks
+from memfit.prediction.bytes import Slot, follow_tier, peaks, peaks_and_slots
 from memfit.prediction.clock import LAST_BACKWARD, Clock, Pace
 
 
@@ -30,12 +30,14 @@ class Appraisal:
             forward to backward, the first or the last one: what the device computes before the
             turn, and that. Operations are given out in order: none behind the turn begins before.
             And because the device and each link serve updates as well.
+        slots: predicted peaks of the device by slot (`prediction.bytes.peaks_and_slots`).
         behind_s: the same of what each lane does behind the last backward, which bounds say and
             searches do not look at: with it as a lane they found slower plans.
     """
 
     peaks: Mapping[Tier, int]
     seconds: float
+    slots: Mapping[Slot, int] = field(default_factory=dict[Slot, int])
     busy_s: Mapping[str, float] = field(default_factory=dict[str, float])
     late_s: Mapping[str, float] = field(default_factory=dict[str, float])
     behind_s: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -113,9 +115,11 @@ def appraise(step: Step, hardware: Hardware | Pace) -> Appraisal:
     clock = Clock(pace)
     times, instants = clock.run_with_turns(step)
     late = _late(clock.busy_s, instants, pace.hardware)
+    by_tier, slots = peaks_and_slots(step)
     return Appraisal(
-        peaks=peaks(step),
+        peaks=by_tier,
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
+        slots=slots,
         busy_s=clock.busy_s,
         late_s={name: seconds for name, seconds in late.items() if not name.endswith(LAST_BACKWARD)},
         behind_s={name: seconds for name, seconds in late.items() if name.endswith(LAST_BACKWARD)},

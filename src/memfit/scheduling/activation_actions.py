@@ -19,14 +19,13 @@ def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
     nothing.
     """
     shape = order.shape
-    forwards = {(c.segment, c.microbatch): i for i, c in enumerate(order.computes) if not c.is_backward}
     placed: list[Placed] = []
     for backward, compute in enumerate(order.computes):
         tier = shape.leaves[compute.segment]
         if not compute.is_backward or tier is None:
             continue
         call, m = shape.segments[compute.segment][0], compute.microbatch
-        forward = forwards[compute.segment, m]
+        forward = order.forwards[compute.segment, m]
         # Dropped before ordinal forward + 2: it is away only if a compute action stands between
         # that and the reload.
         reload = max(backward - plan.prefetch, forward + 3)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.saved_policies import Saved
-from memfit.core.shape import StepShape, describe_calls, describe_step
+from memfit.core.shape import StepShape, describe_calls, describe_homes, describe_step
 from memfit.scheduling.segment_facts import SegmentFacts
 
 _FoundT = TypeVar("_FoundT")
@@ -38,9 +38,12 @@ class KnownFacts:
         known.
         """
         if self._described is None or self._described[0] is not plan:
-            key = "shape of calls", plan.calls, plan.cut_tail
+            key = "shape of calls", plan.calls, plan.tail, plan.cut_tail
             calls = self.found(key, lambda: describe_calls(plan, profile))
-            self._described = plan, describe_step(plan, profile, calls)
+            masters = plan.splits_masters or plan.drops_masters
+            key = "shape of homes", *plan.blocks.items(), plan.ranks, plan.is_atomic, plan.update, masters
+            homes = self.found(key, lambda: describe_homes(plan, profile))
+            self._described = plan, describe_step(plan, profile, calls, homes)
         return self._described[1]
 
     def segments(

@@ -30,14 +30,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from memfit.core.storage_profile import StorageProfile
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.segment_storages import SEED
 
 
-class ActivationEvent(Enum):
+class ActivationEvent(StrEnum):
     """Events of a microbatch."""
 
     START = "start"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from memfit.core.plan import Plan
@@ -47,9 +48,8 @@ from memfit.core.shares import Share
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
-from memfit.core.work_kinds import WorkKind, summed
 from memfit.scheduling import work_amounts
-from memfit.scheduling.activation_bytes import ActivationBytes
+from memfit.scheduling.activation_bytes import effects_of_built, follow_activations, relief_bytes
 from memfit.scheduling.given_tokens import GivenTokens
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.journal_actions import kept_token, turns_before
@@ -142,6 +142,7 @@ def lower(
         device=device,
         is_itemized=is_itemized,
         known=known,
+        is_built=is_built,
     ).step(commits)
 
 
@@ -163,6 +164,7 @@ class _Lowering:
         device: str,
         is_itemized: bool,
         known: KnownFacts,
+        is_built: bool,
     ) -> None:
         self._schedule = schedule
         self._plan = plan
@@ -182,7 +184,8 @@ class _Lowering:
         self._gradients = GradientBytes(
             plan, profile, self._facts[0], adds_apart=adds_apart, change=self._draft.change_gradient
         )
-        self._activations = ActivationBytes(schedule, self._facts, self._draft, is_itemized=is_itemized)
+        follow = partial(effects_of_built, prefetch=plan.prefetch) if is_built else follow_activations
+        self._effects = iter(follow(schedule, self._facts, is_itemized=is_itemized))
         self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
@@ -207,6 +210,7 @@ class _Lowering:
         # In a journal: what is kept before a block's update changes anything.
         self._turn_before = turns_before(schedule)
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
+        self._reloads: dict[tuple[int, int], Token] = {}
         self._tokens = GivenTokens(self._owner)
         # Blocks whose gradient left before the compute action that runs next.
         self._leaving: list[int] = []
@@ -243,7 +247,6 @@ class _Lowering:
         # Before the action: what these give up is gone at its peak (`during` begins with them).
         if not self._tail_left:
             self._gradients.end_arrivals()
-        self._activations.end_cuts()
         if draft.changes:
             draft.during = list(draft.changes)
         self._HANDLERS.get(type(action), _Lowering._wait_for_kinds)(self, action)
@@ -377,61 +380,56 @@ class _Lowering:
     # --- computing
 
     def _compute(self, action: Start | Forward | Backward | Seed) -> None:
-        added = relief = 0
-        if isinstance(action, Seed):
-            self._gradients.begin_pass()
-            self._draft.adds_to = self._loose
-            self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
-            microbatches = range(action.first, action.last + 1)
-            tail = () if self._schedule.tail is None or self._schedule.microbatches == 1 else work_amounts.TAIL_ENTRY
-            entries = summed([(work_amounts.SEED_ENTRY, 1.0), (tail, 1.0)])
-            losses = [(self._traces[m].seed_work, 1.0) for m in microbatches]
-            self._draft.work = summed([*losses, (entries, float(len(microbatches)))])
-        else:
-            microbatches = range(action.microbatch, action.microbatch + 1)
-        is_adding = False
-        if isinstance(action, Start):
-            own = work_amounts.STEP_ITSELF if action.microbatch == 0 else ()
-            self._draft.work = summed([(self._traces[action.microbatch].prologue_work, 1.0), (own, 1.0)])
+        draft, effect = self._draft, next(self._effects)
         if isinstance(action, Backward):
             segment = self._segment[action.first]
-            self._tail_left -= self._activations.is_of_tail(action)
+            self._tail_left -= segment >= self._shape.tail_segment
             arrival = self._gradients.arrival(segment)
-            relief = self._activations.relief_bytes(segment, action.microbatch, arrival)
-            self._draft.adds_to = self._adds_to[segment]
+            relief = relief_bytes(self._facts[action.microbatch], segment, arrival)
+            draft.adds_to = self._adds_to[segment]
             is_adding = self._gradients.holds(self._shape.contributes[segment])
             added = self._gradients.contribute(self._adds_to[segment], segment, arrival)
-        self._activations.advance(action, microbatches, added=added, relief=relief)
-        if isinstance(action, Forward | Backward):
+            draft.take(effect, effect.rise(added, relief))
             self._work_on(action, is_adding=is_adding)
-        if isinstance(action, Backward):
             tier, nbytes = self._away.pop((action.first, action.microbatch), (None, 0))
             if tier is not None:
-                self._draft.change("activation", f"C{action.first}", -nbytes, tier)
-            self._gradients.end_waiting(self._segment[action.first])
+                draft.change("activation", f"C{action.first}", -nbytes, tier)
+            self._gradients.end_waiting(segment)
+            return
+        if isinstance(action, Seed):
+            self._gradients.begin_pass()
+            draft.adds_to = self._loose
+            self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
+            cuts_tail = self._schedule.tail is not None and self._schedule.microbatches > 1
+            draft.work = work_amounts.seed_work(self._traces[action.first : action.last + 1], cuts_tail=cuts_tail)
+        elif isinstance(action, Start):
+            draft.work = work_amounts.start_work(self._traces[action.microbatch], is_first=action.microbatch == 0)
+        draft.take(effect, effect.rise(0, 0))
+        if isinstance(action, Forward):
+            self._work_on(action, is_adding=False)
 
     def _work_on(self, action: Forward | Backward, *, is_adding: bool) -> None:
         draft, segment, facts = self._draft, self._segment[action.first], self._facts[action.microbatch]
         is_backward = isinstance(action, Backward)
         draft.needs = self._shape.needs[segment]
         draft.waits = [token for b in draft.needs for token in self._tokens.waits(_FETCH, b)]
-        if is_backward:
-            draft.waits = [*draft.waits, *self._tokens.only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
+        reloaded = self._reloads.get((action.first, action.microbatch)) if is_backward else None
+        if reloaded is not None:
+            draft.waits = [*draft.waits, reloaded]
         is_switch = self._schedule.is_interleaved and not is_backward
-        key = ("work", facts.roles[segment], is_backward, is_adding, is_switch)
-        found = facts.of_segments.get(key)
-        if found is None:
-            work = work_amounts.segment_work(facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
-            sums = work_amounts.adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
-            switches = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
-            found = facts.of_segments[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
-        draft.work = found
+        draft.work = facts.known.get(
+            ("work", segment, is_backward, is_adding, is_switch)
+        ) or work_amounts.computed_work(
+            facts, segment, is_backward=is_backward, is_adding=is_adding, is_switch=is_switch
+        )
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()
 
     def _move(self, action: Offload | Drop | Reload) -> None:
         draft, key = self._draft, f"C{action.call} m{action.microbatch}"
-        moved = self._activations.advance(action, range(action.microbatch, action.microbatch + 1))
+        effect = next(self._effects)
+        moved = effect.moved_bytes
+        draft.take(effect, effect.rise(0, 0))
         match action:
             case Offload(tier=tier):
                 draft.transfer(tier, "write", "activation", moved)
@@ -445,7 +443,7 @@ class _Lowering:
                 tier, _ = self._away.get((action.call, action.microbatch), (None, 0))
                 if tier is not None:
                     draft.transfer(tier, "read", "activation", moved)
-                draft.gives = Token(_RELOAD, key)
+                draft.gives = self._reloads[action.call, action.microbatch] = Token(_RELOAD, key)
 
     def _take_leaving(self) -> list[Token]:
         """Waits for gradients on their way home: from here on they have no bytes on the device."""

@@ -11,6 +11,7 @@ from memfit.core.schedule import Action
 from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace
 from memfit.core.tiers import NETWORK, Tier, crossed_tier
 from memfit.core.work_kinds import Work
+from memfit.scheduling.activation_bytes import Effect
 
 
 class OperationDraft:
@@ -43,11 +44,13 @@ class OperationDraft:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        self._ended: Sequence[ByteChange] = ()
         self.begin()
 
     def begin(self) -> None:
         """Empties the draft. The lists that were given out belong to the operation before."""
-        self.changes, self.during, self.transfers = [], [], []
+        self.changes, self.during, self.transfers = list(self._ended), [], []
+        self._ended = ()
         self.awaited = self.waits = self.waits_after = self.after = ()
         self.is_chain = True
         self.behind = self.gives = self.update_place = None
@@ -74,6 +77,19 @@ class OperationDraft:
         if nbytes + sum(change.nbytes for change in gone) > 0:
             self.during += gone
             self.rise(Tier.DEVICE, category, owner, nbytes)
+
+    def take(self, effect: Effect, highest: int) -> None:
+        """Notes what the operation does to activations, which rise so high while it runs, above
+        what is there with the changes so far.
+        """
+        self.during = list(self.changes)
+        self.changes += effect.changes
+        self._ended = effect.ends
+        if highest > 0:
+            self.rise(Tier.DEVICE, effect.category, effect.owner, highest)
+        elif highest < 0:
+            # Activations go while gradients, counted from the begin on, come.
+            self.rise(Tier.DEVICE, "gradient", "gradients that come later", highest)
 
     def transfer(self, tier: Tier, direction: str, category: str, nbytes: int) -> None:
         """Notes a transfer that the operation begins, if it moves anything, to or from the

@@ -7,14 +7,18 @@ In: `Plan` and `StepShape`. Out: `ComputeOrder`, the starts, forwards, seeds and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
 
 from memfit.core.plan import Order, Plan
 from memfit.core.schedule import Action, Backward, Forward, Joint, Seed, Start
 from memfit.core.shape import StepShape
+
+_BY_PHASE = attrgetter("phase")
 
 
 class GapPhase(IntEnum):
@@ -39,8 +43,7 @@ class GapPhase(IntEnum):
     END = 9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placed:
+class Placed(NamedTuple):
     """An action in the gap before computing action `gap` (the number of computing actions: after
     the last).
     """
@@ -50,8 +53,7 @@ class Placed:
     action: Action
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compute:
+class Compute(NamedTuple):
     """A forward or backward: its position among all computing actions, and what runs."""
 
     position: int
@@ -95,10 +97,27 @@ class ComputeOrder:
             if isinstance(action, Forward | Backward)
         )
 
+    @cached_property
+    def runs(self) -> tuple[int, ...]:
+        """By ordinal: the number of its run. A run is the same segment in the same direction, all
+        microbatches that come one right after the other.
+        """
+        runs: list[int] = []
+        for ordinal, compute in enumerate(self.computes):
+            previous = self.computes[ordinal - 1] if ordinal else compute
+            is_same = (previous.segment, previous.is_backward) == (compute.segment, compute.is_backward)
+            runs.append(0 if not ordinal else runs[-1] + (not is_same))
+        return tuple(runs)
+
+    @cached_property
+    def forwards(self) -> Mapping[tuple[int, int], int]:
+        """Ordinals of forwards, by segment and microbatch."""
+        return {(c.segment, c.microbatch): i for i, c in enumerate(self.computes) if not c.is_backward}
+
     def of_shape(self, shape: StepShape) -> ComputeOrder:
         """Returns the same order for a shape that differs in what visits, leaves and goes home."""
         other = replace(self, shape=shape)
-        for name in ("computes", "_tail_ends", "stages"):
+        for name in ("computes", "runs", "forwards", "_tail_ends", "stages"):
             # Where a cached property keeps its value.
             other.__dict__[name] = getattr(self, name)
         return other
@@ -236,7 +255,9 @@ def merge(order: ComputeOrder, placed: Iterable[Placed]) -> tuple[Action, ...]:
         gaps[p.gap].append(p)
     actions: list[Action] = []
     for position, gap in enumerate(gaps):
-        actions += [p.action for p in sorted(gap, key=lambda p: p.phase)]
+        if len(gap) > 1:
+            gap.sort(key=_BY_PHASE)
+        actions += [p.action for p in gap]
         if position < len(order.actions):
             actions.append(order.actions[position])
     return tuple(actions)

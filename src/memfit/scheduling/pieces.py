@@ -299,8 +299,7 @@ def added_bytes(block: BlockProfile) -> int:
     """The largest piece that a gradient of a block is added by: what comes from its home, or is
     widened to be added here.
     """
-    largest = max((math.prod(p.shape) for p in block.parameters if p.requires_grad), default=0)
-    return _WIDE_BYTES * min(largest, PIECE_ELEMENTS)
+    return _WIDE_BYTES * min(block.largest_gradient_elements, PIECE_ELEMENTS)
 
 
 def widened_bytes(block: BlockProfile) -> tuple[int, int]:

@@ -29,7 +29,7 @@ reads: of the others the trace cannot tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -49,7 +49,7 @@ _OF_THE_TRACE = (
 )
 
 
-class Arrival(Enum):
+class Arrival(StrEnum):
     """How the gradients of a segment's parameters come. See [Note: gradients come one by one].
 
     FRESH: they are the first of the step, and counted whole from the segment's backward on. ADDING:
@@ -70,8 +70,10 @@ class SegmentFacts(SegmentStorages):
     """
 
     @cached_property
-    def costs(self) -> dict[Any, Any]:
-        """Costs of the events of a microbatch, by these events (`scheduling.activation_bytes`)."""
+    def known(self) -> dict[Any, Any]:
+        """Facts that were found of the plan's calls before: costs of events and effects of actions
+        (`scheduling.activation_bytes`), work (`scheduling.work_amounts`). A key begins with which.
+        """
         return {}
 
     @cached_property
@@ -201,7 +203,7 @@ class SegmentFacts(SegmentStorages):
             arrival: of its gradients. Those that are counted from its begin on, and come later, are
                 taken off; see [Note: gradients come one by one].
         """
-        return self._of_segment(arrival.value, segment, lambda q: self._backward_rise(q, arrival))
+        return self._of_segment(arrival, segment, lambda q: self._backward_rise(q, arrival))
 
     def _backward_rise(self, segment: int, arrival: Arrival) -> int:
         first, last = self.shape.segments[segment]

@@ -7,23 +7,21 @@ and the placed fetches and releases.
 A *group* is the blocks that one compute action finds missing. Its fetch moves before earlier
 compute actions while, at each of them, at most `prefetch` groups are on the device that this action
 does not use: groups fetched ahead, and groups that only wait for their update. It never passes the
-release of one of its own blocks, and it moves over at most `prefetch` runs (a run is the same
-segment in the same direction, all microbatches), so that a lone visiting block does not sit on the
-device for half of the step.
+release of one of its own blocks, and it moves over at most `prefetch` runs (`ComputeOrder.runs`),
+so that a lone visiting block does not sit on the device for half of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memfit.core.schedule import Fetch, Release
 from memfit.scheduling.gradient_actions import waiting_gap
 from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visit:
+class Visit(NamedTuple):
     """A block is used by the compute actions `first` to `last` (ordinals); released in
     `release_gap`.
     """
@@ -65,7 +63,7 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
 def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) -> list[Placed]:
     """Places fetches and releases. See [Note: how far a fetch is moved forward]."""
     placed = [Placed(gap=v.release_gap, phase=GapPhase.RELEASE, action=Release(v.block)) for v in visits]
-    runs = _runs(order)
+    runs = order.runs
     # Groups on the device at a compute action that does not use them, by its ordinal; a group's
     # name is its first use.
     unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
@@ -91,12 +89,3 @@ def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) ->
         placed += [Placed(gap=order.gap_before(earliest), phase=phase, action=Fetch(v.block)) for v in group]
         released.update({v.block: v.release_gap for v in group})
     return placed
-
-
-def _runs(order: ComputeOrder) -> list[int]:
-    runs: list[int] = []
-    for ordinal, compute in enumerate(order.computes):
-        previous = order.computes[ordinal - 1] if ordinal else compute
-        is_same = (previous.segment, previous.is_backward) == (compute.segment, compute.is_backward)
-        runs.append(0 if not ordinal else runs[-1] + (not is_same))
-    return runs
