@@ -100,8 +100,8 @@ class MixedPlans:
     Attributes:
         built: plans that were judged and fit, and the next one that does not.
         count: number of all that were judged.
-        bound_s: least seconds that the chain program gives in any frame that was looked at to the
-            end, with shares of units; None: no mixture fits in any. No proof: prices of shares are
+        bound_s: least seconds that the chain program gives in any frame that is not far behind,
+            with shares of units; None: no mixture fits in any. No proof: prices of shares are
             not exactly those of whole units, and other frames were not looked at.
     """
 
@@ -159,12 +159,12 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion, indices: Iterat
 def _bound_of(searches: Collection[_FrameSearch]) -> float | None:
     """Returns the least bound of frames; None: no mixture fits in any.
 
-    Only of frames that were looked at to the end: what is far behind with its best mixture is far
-    behind with its bound, and many microbatches make a large program. The chain program is asked
-    only of frames that the mixture program, which is quicker, leaves.
+    Not of frames that are far behind with their best mixture: those are far behind with their
+    bound, and many microbatches make a large program. The chain program is asked only of frames
+    that the mixture program, which is quicker, leaves.
     """
     best_s = min((search.best_s for search in searches), default=math.inf)
-    near = [search for search in searches if search.best_s <= _TOO_SLOW * best_s]
+    near = [search for search in searches if search.best_s <= _TOO_SLOW * best_s or math.isinf(search.best_s)]
     least_s = math.inf
     for bound_s, _, search in sorted((search.bound_s, i, search) for i, search in enumerate(near)):
         if bound_s < least_s:

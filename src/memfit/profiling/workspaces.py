@@ -15,7 +15,7 @@ channels to 16 and by the scratch of half-precision products:
 | convolution, channels last          | a reordered weight (forward), two (backward)                                   |
 | flash attention forward, backward   | tiles of scores for each thread; the gradient in the output's layout           |
 | in bf16 where the processor has AMX | keys and values in the layout of its tiles as well (forward)                   |
-| products in bf16, fp16              | reordered operands, at most 3 MiB; with AMX `tensors.product_scratch`          |
+| products in bf16, fp16              | reordered operands, at most 3 MiB; more by processor, `tensors.product_scratch`|
 | indexing by a mask                  | the positions: 8 bytes for each dimension of the mask and each hit             |
 | LSTM layer forward, backward        | reordered weights and the gates of all steps                                   |
 | inverse, solve                      | a copy of the matrix                                                           |
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from memfit.core.limits import BLAS_COLUMNS, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
-from memfit.tensors.product_scratch import has_tiles, product_scratch_bytes
+from memfit.tensors.product_scratch import has_products, has_tiles, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
 _SCRATCH_BYTES = 64 * 1024
@@ -87,7 +87,7 @@ def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
     if kind in _CONVOLUTIONS:
         return _CONVOLUTION_KERNEL_BYTES if args[0].device.type == "cpu" else 0
-    if kind in _PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu":
+    if kind in _PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu" and has_products(out.dtype):
         return TILED_PRODUCT_KERNEL_BYTES if has_tiles(out.dtype) else PRODUCT_KERNEL_BYTES
     return 0
 
@@ -101,7 +101,7 @@ def library_of(func: Any, out: Any) -> str:
     if kind not in _PRODUCTS or out.device.type != "cpu":
         return ""
     if out.dtype is torch.bfloat16:
-        return "onednn"
+        return "onednn" if has_products(out.dtype) else ""
     rows, columns = out.shape[-2:]
     if out.nbytes < _LARGE_PRODUCT_BYTES or rows < _FEWEST_ROWS:
         return ""
@@ -207,6 +207,7 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
         operand_bytes=left.nbytes + right.nbytes,
         dtype=out.dtype,
         is_transposed=left.stride(-1) != 1,
+        is_second_transposed=right.stride(-1) != 1,
     )
 
 

@@ -7,6 +7,11 @@ rows, columns and places. Without AMX no product took more than 3 MiB. With it e
 to 1.4 MiB of reordered operands in bf16; and where more than some 1,500 numbers are added up for an
 element, sums in fp32 besides, of all its rows and at most 768 columns at a time, unless the first
 factor lies column by column.
+
+Where oneDNN has no products in a dtype (bf16 without AVX-512, fp16 on most processors) torch
+computes them itself: column by column times row by row, as gradients of weights are, into a copy of
+the result in fp32, matrix by matrix (measured by the kernel's count of the process, for the copy
+comes from the C library; the other three layouts take nothing).
 """
 
 from __future__ import annotations
@@ -25,7 +30,14 @@ _SUM_BYTES = 4
 
 
 def product_scratch_bytes(
-    rows: int, depth: int, columns: int, *, operand_bytes: int, dtype: torch.dtype, is_transposed: bool = False
+    rows: int,
+    depth: int,
+    columns: int,
+    *,
+    operand_bytes: int,
+    dtype: torch.dtype,
+    is_transposed: bool = False,
+    is_second_transposed: bool = False,
 ) -> int:
     """Returns most bytes that a product (rows, depth) by (depth, columns) takes inside.
 
@@ -36,8 +48,12 @@ def product_scratch_bytes(
         operand_bytes: of both factors.
         dtype: of the result, bf16 or fp16.
         is_transposed: the first factor lies column by column.
+        is_second_transposed: the second one does.
     """
     reordered = _SMALL_BYTES + operand_bytes
+    if not has_products(dtype):
+        in_fp32 = is_transposed and not is_second_transposed
+        return min(_MOST_BYTES, reordered) + (_SUM_BYTES * rows * columns if in_fp32 else 0)
     if not has_tiles(dtype):
         return min(_MOST_BYTES, reordered)
     threads = torch.get_num_threads()
@@ -60,3 +76,18 @@ def has_tiles(dtype: torch.dtype) -> bool:
     if dtype is torch.bfloat16:
         return torch.cpu._is_amx_tile_supported()
     return dtype is torch.float16 and torch.cpu._is_amx_fp16_supported()
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Tells whether oneDNN multiplies matrices in a dtype on this processor."""
+    return dtype not in _WITHOUT_PRODUCTS
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    ask = getattr(torch.ops.mkldnn, name, None)
+    return ask is not None and bool(ask())
+
+
+# Asked once: under a trace's modes an operator of torch's is not what it is.
+_WITHOUT_PRODUCTS = frozenset(dtype for dtype in (torch.bfloat16, torch.float16) if not _is_supported(dtype))
