@@ -16,7 +16,7 @@ _MEASURES = """
 import json, re, sys
 from pathlib import Path
 import torch
-from memfit.profiling.workspaces import workspace_bytes
+from memfit.profiling.workspaces import outside_bytes_of, workspace_bytes
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -37,7 +37,7 @@ for sizes in ((3000, 8, 3000), (20000, 6, 400)):
                 Path("/proc/self/clear_refs").write_text("5")
                 before = status("VmRSS")
                 out = func(*args)
-                rows.append([list(sizes), left, right, status("VmHWM") - before - out.nbytes, workspace_bytes(func, args, out)])
+                rows.append([list(sizes), left, right, status("VmHWM") - before - out.nbytes, workspace_bytes(func, args, out) + outside_bytes_of(func, args, out)])
                 del out
 print(json.dumps(rows))
 """

@@ -9,11 +9,12 @@ Beside tensors a process grows in two stretches. Planning takes 15 to 30 MiB: pa
 code that tracing is the first to touch, and Python's own. It is over when a plan is chosen, so
 that the base is measured then, and nobody has to guess it (`PLANNING_BYTES` is kept free where
 nothing was planned). Steps take what is left: code of kernels that run for the first time,
-rounding of the allocator, threads (`FIRST_STEP_BYTES`), and kernels that oneDNN compiles and keeps
-(`TraceProfile.kernel_bytes`). These are counted as if they were there already, as they usually are:
-a process may take 8 MiB or 1 % more than its predicted peak. What the BLAS and oneDNN take when
-they first compute is made certain: they compute once before the base is measured. The reserve is
-kept free beside all this, for what is not usual.
+rounding of the allocator, threads (`FIRST_STEP_BYTES`), kernels that oneDNN compiles and keeps, and
+what a product takes from the C library while it runs, beside all that the allocator keeps mapped
+(both in `TraceProfile.kernel_bytes`). These are counted as if they were there already, as they
+usually are: a process may take 8 MiB or 1 % more than its predicted peak. What the BLAS and oneDNN
+take when they first compute is made certain: they compute once before the base is measured. The
+reserve is kept free beside all this, for what is not usual.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class TraceProfile:
             several the first that made one.
         untiled_attention: attention that bypasses tiled kernels, in forward order.
         prologue_work, seed_work: amounts by class in segment -1, and in the backward of the loss.
-        kernel_bytes: taken by libraries, outside of tensors, for the kernels that it runs.
+        kernel_bytes: taken outside of tensors, for kernels that it runs and inside of products.
         libraries: names of those libraries that take memory when they first compute, a key of
             `core.limits.LIBRARY_BYTES` each.
     """

@@ -28,6 +28,7 @@ class KernelsUsed:
         self._noted: dict[int, Facts] = {}
         self._libraries: set[str] = set()
         self._sizes_vary = False
+        self._outside_bytes = 0
 
     def note(self, func: Any, facts: Facts) -> None:
         """Notes an operation."""
@@ -38,16 +39,19 @@ class KernelsUsed:
         self._sizes_vary |= func in _OF_VALUES or (func is _GROUPED and facts.kernel_bytes > 0)
         if facts.kernel_bytes:
             self._kernels[id(facts)] = facts
+        self._outside_bytes = max(self._outside_bytes, facts.outside_bytes)
         if facts.library:
             self._libraries.add(facts.library)
 
     @property
     def nbytes(self) -> int:
         """Bytes that libraries keep of kernels: of as many as are ever kept where sizes depend on
-        values, so that each step brings other ones.
+        values, so that each step brings other ones. And the most that an operation takes outside
+        of tensors: it may come beside all that the allocator keeps.
         """
         found = sorted((facts.kernel_bytes for facts in self._kernels.values()), reverse=True)
-        return KERNELS_KEPT * found[0] if found and self._sizes_vary else sum(found[:KERNELS_KEPT])
+        kept = KERNELS_KEPT * found[0] if found and self._sizes_vary else sum(found[:KERNELS_KEPT])
+        return kept + self._outside_bytes
 
     @property
     def libraries(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics
 from memfit.profiling.origins import written_tensors
-from memfit.profiling.workspaces import kernel_bytes, library_of
+from memfit.profiling.workspaces import kernel_bytes, library_of, outside_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Facts:
     Attributes:
         workspace_bytes: inside itself.
         kernel_bytes: kept by a library, once for all operations that are alike.
+        outside_bytes: taken for a moment outside of tensors.
         library: that takes memory when it is first used; "": none.
         flops: of it.
         work: amounts of all classes, its products among them.
@@ -43,6 +44,7 @@ class Facts:
 
     workspace_bytes: int
     kernel_bytes: int
+    outside_bytes: int
     library: str
     flops: int
     work: Work
@@ -67,6 +69,7 @@ def facts_of(
     return Facts(
         workspace_bytes=workspaces.bytes_of(func, args, kwargs, out),
         kernel_bytes=kernel_bytes(func, args, out),
+        outside_bytes=outside_bytes_of(func, args, out),
         library=library_of(func, out),
         flops=flops,
         work=operation_work(func, args, dict(kwargs), out, flops),

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from memfit.core.limits import BLAS_COLUMNS, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
-from memfit.tensors.product_scratch import has_products, has_tiles, product_scratch_bytes
+from memfit.tensors.product_scratch import has_products, has_tiles, outside_bytes, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
 _SCRATCH_BYTES = 64 * 1024
@@ -90,6 +90,22 @@ def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     if kind in _PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu" and has_products(out.dtype):
         return TILED_PRODUCT_KERNEL_BYTES if has_tiles(out.dtype) else PRODUCT_KERNEL_BYTES
     return 0
+
+
+def outside_bytes_of(func: Any, args: Sequence[Any], out: Any) -> int:
+    """Bytes that an operation takes from the C library for a moment, where no counter of tensors
+    sees them. They come beside whatever the allocator keeps, wherever in a step that is.
+
+    Args:
+        func: the operator, as a dispatch mode receives it.
+        args: its positional arguments.
+        out: its result.
+    """
+    kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+    if kind not in _PRODUCTS or out.dtype not in _HALF or out.device.type != "cpu":
+        return 0
+    left, right = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][-2:]
+    return outside_bytes(left, right)
 
 
 def library_of(func: Any, out: Any) -> str:
@@ -207,7 +223,6 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
         operand_bytes=left.nbytes + right.nbytes,
         dtype=out.dtype,
         is_transposed=left.stride(-1) != 1,
-        is_second_transposed=right.stride(-1) != 1,
     )
 
 

@@ -11,7 +11,7 @@ factor lies column by column.
 Where oneDNN has no products in a dtype (bf16 without AVX-512, fp16 on most processors) torch
 computes them itself: column by column times row by row, as gradients of weights are, into a copy of
 the result in fp32, matrix by matrix (measured by the kernel's count of the process, for the copy
-comes from the C library; the other three layouts take nothing).
+comes from the C library: `outside_bytes`; the other three layouts take nothing).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def product_scratch_bytes(
     operand_bytes: int,
     dtype: torch.dtype,
     is_transposed: bool = False,
-    is_second_transposed: bool = False,
 ) -> int:
     """Returns most bytes that a product (rows, depth) by (depth, columns) takes inside.
 
@@ -48,12 +47,8 @@ def product_scratch_bytes(
         operand_bytes: of both factors.
         dtype: of the result, bf16 or fp16.
         is_transposed: the first factor lies column by column.
-        is_second_transposed: the second one does.
     """
     reordered = _SMALL_BYTES + operand_bytes
-    if not has_products(dtype):
-        in_fp32 = is_transposed and not is_second_transposed
-        return min(_MOST_BYTES, reordered) + (_SUM_BYTES * rows * columns if in_fp32 else 0)
     if not has_tiles(dtype):
         return min(_MOST_BYTES, reordered)
     threads = torch.get_num_threads()
@@ -61,6 +56,15 @@ def product_scratch_bytes(
     if depth > _DEEP and not is_transposed:
         found += _SUM_BYTES * rows * min(columns, threads * _COLUMNS)
     return found
+
+
+def outside_bytes(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Returns bytes of the C library that a product of two matrices, or of two batches of them,
+    takes inside, beside all that a counter of tensors sees.
+    """
+    if has_products(left.dtype) or left.stride(-1) == 1 or right.stride(-1) != 1:
+        return 0
+    return _SUM_BYTES * left.shape[-2] * right.shape[-1]
 
 
 def update_product_bytes(elements: int, dtype: torch.dtype) -> int:
