@@ -102,10 +102,24 @@ def outside_bytes_of(func: Any, args: Sequence[Any], out: Any) -> int:
         out: its result.
     """
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+    if kind is aten.convolution_backward:
+        return _columns_bytes(args, out)
     if kind not in _PRODUCTS or out.dtype not in _HALF or out.device.type != "cpu":
         return 0
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][-2:]
     return outside_bytes(left, right)
+
+
+def _columns_bytes(args: Sequence[Any], out: Sequence[torch.Tensor | None]) -> int:
+    """Bytes of the C library for a convolution's gradient of its input where oneDNN has no products
+    in the dtype: it is a product for each picture, of what each place of the kernel gives, in fp32
+    and in the dtype. Of groups (measured: depthwise ones) for the pictures of one group.
+    """
+    gradient, x, weight = args[0], args[1], args[2]
+    if out[0] is None or x.device.type != "cpu" or x.dtype not in _HALF or has_products(x.dtype):
+        return 0
+    pictures = min(x.shape[0], torch.get_num_threads()) if weight.shape[1] == x.shape[1] else x.shape[0]
+    return pictures * prod(weight.shape[1:]) * prod(gradient.shape[2:]) * (4 + x.element_size())
 
 
 def library_of(func: Any, out: Any) -> str:
