@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -66,3 +71,23 @@ def test_an_update_on_the_host_needs_its_gradients_and_states_there(missing: str
     homes: Any = {"gradient_home": Tier.HOST, "state_home": Tier.DISK, "update_on": Tier.HOST, missing: Tier.DEVICE}
     with pytest.raises(PlanError, match="block 'a' is updated on the host"):
         Plan(blocks={"a": BlockPlan(**homes)}).check(["a"], 1)
+
+
+def test_a_plan_s_parts_that_travel_are_found_in_another_process_by_their_hash() -> None:
+    """Strings hash otherwise there, and a part keeps its hash once it was asked for."""
+    parts = (BlockPlan(weight_home=Tier.HOST), CallPlan(saved=Saved.RECOMPUTE))
+    assert len({*parts}) == 2  # asked
+    asks = (
+        "import pickle, sys; from memfit.core.plan import BlockPlan, CallPlan; parts = pickle.load(sys.stdin.buffer); "
+        "print({BlockPlan(weight_home='host'): 1}.get(parts[0]), {CallPlan(saved='recompute'): 2}.get(parts[1]))"
+    )
+    for seed in ("1", "2"):
+        told = subprocess.run(
+            [sys.executable, "-c", asks],
+            input=pickle.dumps(parts),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        )
+        assert told.stdout.split() == [b"1", b"2"]
+    assert copy.deepcopy(parts) == parts

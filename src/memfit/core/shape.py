@@ -40,22 +40,35 @@ class CallShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepShape(CallShape):
-    """A plan and a profile, resolved to indices.
+class HomeShape:
+    """A plan's decisions about blocks, whatever calls do.
 
     Attributes:
-        blocks: names by index.
         visiting: blocks whose weights come to the device for a visit.
-        trainable: blocks with a parameter that trains, ascending.
-        loose: those of them that get a gradient outside of all traced calls (read between calls, or
-            by no call with a backward), so that it is complete only when a pass of backward has
-            ended.
         accumulating: blocks whose gradient goes home by an accumulate; those of others stay on the
             device to their update.
         spreading: blocks of which each rank updates a share of its whole weights, so that ranks
             give each other the new ones.
         cut: blocks of whose weights each rank has its share at home, where an update works: it
             needs no visit.
+    """
+
+    visiting: frozenset[int]
+    accumulating: frozenset[int]
+    spreading: frozenset[int]
+    cut: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape(CallShape, HomeShape):
+    """A plan and a profile, resolved to indices.
+
+    Attributes:
+        blocks: names by index.
+        trainable: blocks with a parameter that trains, ascending.
+        loose: those of them that get a gradient outside of all traced calls (read between calls, or
+            by no call with a backward), so that it is complete only when a pass of backward has
+            ended.
         ranks: of the plan.
         takes_turns: several microbatches pass a segment before the next segment begins.
         updates_in_backward: a block may be updated while backward of earlier calls goes on.
@@ -64,12 +77,8 @@ class StepShape(CallShape):
     """
 
     blocks: tuple[str, ...]
-    visiting: frozenset[int]
     trainable: tuple[int, ...]
     loose: frozenset[int]
-    accumulating: frozenset[int]
-    spreading: frozenset[int]
-    cut: frozenset[int]
     ranks: int
     takes_turns: bool
     updates_in_backward: bool
@@ -81,16 +90,6 @@ class StepShape(CallShape):
             if first <= call <= last:
                 return index
         raise IndexError(call)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HomeShape:
-    """A plan's decisions about blocks, as in `StepShape`."""
-
-    visiting: frozenset[int]
-    accumulating: frozenset[int]
-    spreading: frozenset[int]
-    cut: frozenset[int]
 
 
 def describe_step(
@@ -108,8 +107,8 @@ def describe_step(
         PlanError: the plan names blocks or calls that the model does not have, or contradicts
             itself.
     """
-    calls = describe_calls(plan, profile) if calls is None else calls
     homes = describe_homes(plan, profile) if homes is None else homes
+    calls = describe_calls(plan, profile) if calls is None else calls
     trains = {i for i, b in enumerate(profile.blocks) if b.trains}
     called = {b for gets in calls.contributes for b in gets}
     spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}

@@ -89,8 +89,7 @@ class PeakBounds:
             total += 0 if index in shape.visiting else self._weights[index]
             if plan.block(block.name).state_home is Tier.DEVICE:
                 total += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-        traces = traces_of(profile, plan.microbatches, self._known)
-        return total + self._known.found(("inputs", plan.microbatches), lambda: sum(map(input_bytes, traces)))
+        return total + input_bytes(traces_of(profile, plan.microbatches, self._known), self._known)
 
     def _visiting_bytes(self, moment: _Moment, shape: StepShape) -> int:
         if moment.segment < 0:

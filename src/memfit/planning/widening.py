@@ -33,7 +33,7 @@ a job that may have no room for them, and a fast disk beside slow cores leaves l
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, Plan
@@ -156,15 +156,17 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion, indices: Iterat
     return MixedPlans(built=_worth_telling(found, question), count=len(found), bound_s=_bound_of(searches.values()))
 
 
-def _bound_of(searches: Collection[_FrameSearch]) -> float | None:
+def _bound_of(searches: Iterable[_FrameSearch]) -> float | None:
     """Returns the least bound of frames; None: no mixture fits in any.
 
     Not of frames that are far behind with their best mixture: those are far behind with their
     bound, and many microbatches make a large program. The chain program is asked only of frames
     that the mixture program, which is quicker, leaves.
     """
-    best_s = min((search.best_s for search in searches), default=math.inf)
-    near = [search for search in searches if search.best_s <= _TOO_SLOW * best_s or math.isinf(search.best_s)]
+    found = [(search.best_s, search) for search in searches]
+    best_s = min((own_s for own_s, _ in found), default=math.inf)
+    # Where no mixture was found, one may still be fast.
+    near = [search for own_s, search in found if own_s <= _TOO_SLOW * best_s or math.isinf(own_s)]
     least_s = math.inf
     for bound_s, _, search in sorted((search.bound_s, i, search) for i, search in enumerate(near)):
         if bound_s < least_s:

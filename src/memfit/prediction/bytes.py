@@ -55,7 +55,8 @@ def peaks_and_slots(step: Step) -> tuple[dict[Tier, int], dict[Slot, int]]:
     beside = _Beside([change for change in step.resting if change.tier is not device])
     slots: dict[Slot, int] = {}
     highest = alive
-    # Each plan that a planner looks at passes here: the device apart, since most changes are its.
+    # Each plan that a planner looks at passes here: the device apart, since most changes are its,
+    # and both loops in place (0 is a change's tier, 3 its bytes).
     for operation in step.operations:
         rising = alive
         others: list[ByteChange] = []

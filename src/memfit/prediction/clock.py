@@ -305,7 +305,8 @@ class Clock:
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
 
     def _take(self, operation: Operation) -> ActionTime:
-        # All at once: each operation of each plan that a planner looks at passes here.
+        # All at once, in the order of `Operation`'s fields: each operation of each plan that a
+        # planner looks at passes here.
         (_, _, _, waits, waits_after, transfers, awaited, is_chain, after, behind, gives, work, host_work, place) = (
             operation[:14]
         )

@@ -24,13 +24,13 @@ class Appraisal:
     Attributes:
         peaks: predicted, by tier.
         seconds: of a step.
+        slots: predicted peaks of the device by slot (`prediction.bytes.peaks_and_slots`).
         busy_s: for how long each lane works, by its name as in `Interval`; compute without what
             links slow it by.
         late_s: how long a step takes at least because of what each lane does behind a turn from
             forward to backward, the first or the last one: what the device computes before the
             turn, and that. Operations are given out in order: none behind the turn begins before.
             And because the device and each link serve updates as well.
-        slots: predicted peaks of the device by slot (`prediction.bytes.peaks_and_slots`).
         behind_s: the same of what each lane does behind the last backward, which bounds say and
             searches do not look at: with it as a lane they found slower plans.
     """

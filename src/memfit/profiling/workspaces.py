@@ -102,7 +102,7 @@ def outside_bytes_of(func: Any, args: Sequence[Any], out: Any) -> int:
         out: its result.
     """
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
-    if kind is aten.convolution_backward:
+    if kind in _CONVOLUTIONS:
         return _columns_bytes(args, out)
     if kind not in _PRODUCTS or out.dtype not in _HALF or out.device.type != "cpu":
         return 0
@@ -110,16 +110,23 @@ def outside_bytes_of(func: Any, args: Sequence[Any], out: Any) -> int:
     return outside_bytes(left, right)
 
 
-def _columns_bytes(args: Sequence[Any], out: Sequence[torch.Tensor | None]) -> int:
-    """Bytes of the C library for a convolution's gradient of its input where oneDNN has no products
-    in the dtype: it is a product for each picture, of what each place of the kernel gives, in fp32
-    and in the dtype. Of groups (measured: depthwise ones) for the pictures of one group.
+def _columns_bytes(args: Sequence[Any], out: Any) -> int:
+    """Bytes of the C library for a convolution that goes back from its places to pictures, where
+    oneDNN has no products in the dtype: the gradient of an input, or a transposed one's forward. It
+    is a product for each picture, of what each place of the kernel gives, in fp32; of a gradient in
+    the dtype as well. Of groups (measured: depthwise ones) for the pictures of one group.
     """
-    gradient, x, weight = args[0], args[1], args[2]
-    if out[0] is None or x.device.type != "cpu" or x.dtype not in _HALF or has_products(x.dtype):
+    is_backward = not isinstance(out, torch.Tensor)
+    places, x, weight = args[:3] if is_backward else (args[0], *args[:2])
+    is_transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
+    # The other two gather the places of a picture instead, and take nothing (measured).
+    if is_transposed is is_backward or (is_backward and out[0] is None):
         return 0
-    pictures = min(x.shape[0], torch.get_num_threads()) if weight.shape[1] == x.shape[1] else x.shape[0]
-    return pictures * prod(weight.shape[1:]) * prod(gradient.shape[2:]) * (4 + x.element_size())
+    if x.device.type != "cpu" or x.dtype not in _HALF or has_products(x.dtype):
+        return 0
+    pictures = min(x.shape[0], torch.get_num_threads()) if groups == 1 else x.shape[0]
+    each = 4 + (x.element_size() if is_backward else 0)
+    return pictures * prod(weight.shape[1:]) * prod(places.shape[2:]) * each
 
 
 def library_of(func: Any, out: Any) -> str:

@@ -38,11 +38,11 @@ class KnownFacts:
         known.
         """
         if self._described is None or self._described[0] is not plan:
-            key = "shape of calls", plan.calls, plan.tail, plan.cut_tail
-            calls = self.found(key, lambda: describe_calls(plan, profile))
             masters = plan.splits_masters or plan.drops_masters
             key = "shape of homes", *plan.blocks.items(), plan.ranks, plan.is_atomic, plan.update, masters
             homes = self.found(key, lambda: describe_homes(plan, profile))
+            key = "shape of calls", plan.calls, plan.tail, plan.cut_tail
+            calls = self.found(key, lambda: describe_calls(plan, profile))
             self._described = plan, describe_step(plan, profile, calls, homes)
         return self._described[1]
 

@@ -417,9 +417,7 @@ class _Lowering:
         if reloaded is not None:
             draft.waits = [*draft.waits, reloaded]
         is_switch = self._schedule.is_interleaved and not is_backward
-        draft.work = facts.known.get(
-            ("work", segment, is_backward, is_adding, is_switch)
-        ) or work_amounts.computed_work(
+        draft.work = work_amounts.computed_work(
             facts, segment, is_backward=is_backward, is_adding=is_adding, is_switch=is_switch
         )
         # The bytes of an accumulate stay no longer than the compute action after it.

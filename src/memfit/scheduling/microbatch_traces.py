@@ -13,6 +13,7 @@ storages, the smaller microbatch counts as the larger one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -46,9 +47,13 @@ def traces_of(profile: Profile, microbatches: int, known: KnownFacts | None = No
     return (larger,) * more + (smaller,) * (microbatches - more)
 
 
-def input_bytes(trace: TraceProfile) -> int:
-    """Returns the bytes of a microbatch's part of the batch."""
-    return sum(s.nbytes for s in trace.storages if s.is_input and not s.is_buffer)
+def input_bytes(traces: Sequence[TraceProfile], known: KnownFacts) -> int:
+    """Returns the bytes of the batch: of all microbatches' parts."""
+
+    def found() -> int:
+        return sum(s.nbytes for trace in traces for s in trace.storages if s.is_input and not s.is_buffer)
+
+    return known.found(("inputs", *(trace.rows for trace in traces)), found)
 
 
 def _trace_with(profile: Profile, rows: int, larger: TraceProfile) -> TraceProfile:

@@ -54,9 +54,7 @@ def resting_bytes(
         device: as `scheduling.lower` takes it.
         known: facts about the profile that were found before.
     """
-    batch_bytes = profile.buffer_bytes + known.found(
-        ("inputs", *(trace.rows for trace in traces)), lambda: sum(map(input_bytes, traces))
-    )
+    batch_bytes = profile.buffer_bytes + input_bytes(traces, known)
     if batch_bytes:
         yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
     if plan.ranks > 1:

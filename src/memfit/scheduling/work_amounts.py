@@ -41,7 +41,7 @@ def seed_work(traces: Sequence[TraceProfile], *, cuts_tail: bool) -> Work:
 
 
 def computed_work(facts: SegmentFacts, segment: int, *, is_backward: bool, is_adding: bool, is_switch: bool) -> Work:
-    """Counts the work of a segment's forward or backward, and notes it in `SegmentFacts.known`.
+    """Counts the work of a segment's forward or backward, or knows it.
 
     Args:
         facts: of the plan's segments.
@@ -50,6 +50,10 @@ def computed_work(facts: SegmentFacts, segment: int, *, is_backward: bool, is_ad
         is_adding: its gradients are added to others.
         is_switch: it belongs to another microbatch than what ran before.
     """
+    here = "work", segment, is_backward, is_adding, is_switch
+    found = facts.known.get(here)
+    if found is not None:
+        return found
     # Plans that do the same with these calls share it.
     key = ("work", facts.roles[segment], is_backward, is_adding, is_switch)
     found = facts.of_segments.get(key)
@@ -58,7 +62,7 @@ def computed_work(facts: SegmentFacts, segment: int, *, is_backward: bool, is_ad
         sums = adding_work(facts.profile, facts.shape.contributes[segment]) if is_adding else ()
         switches: Work = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
         found = facts.of_segments[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
-    facts.known["work", segment, is_backward, is_adding, is_switch] = found
+    facts.known[here] = found
     return found
 
 

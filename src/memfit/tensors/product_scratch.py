@@ -30,13 +30,7 @@ _SUM_BYTES = 4
 
 
 def product_scratch_bytes(
-    rows: int,
-    depth: int,
-    columns: int,
-    *,
-    operand_bytes: int,
-    dtype: torch.dtype,
-    is_transposed: bool = False,
+    rows: int, depth: int, columns: int, *, operand_bytes: int, dtype: torch.dtype, is_transposed: bool = False
 ) -> int:
     """Returns most bytes that a product (rows, depth) by (depth, columns) takes inside.
 
