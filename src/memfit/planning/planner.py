@@ -54,7 +54,7 @@ from memfit.planning.widening import MixedPlans, mixes, search_mixed
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
-from memfit.scheduling.sizes import STAGING_BYTES, home_bytes
+from memfit.scheduling.sizes import disk_staging_bytes, home_bytes
 
 # Where nothing fits, the smallest limit that would is looked for among mixed plans in steps of 3 %.
 _BELOW = 0.97
@@ -75,7 +75,7 @@ def choose_plan(
     like: Plan | None = None,
     limits: Mapping[Tier, int] = MappingProxyType({}),
     scheme: Scheme | None = None,
-    staging_bytes: int = STAGING_BYTES,
+    staging_bytes: int | None = None,
     checked_rows: int = 0,
     numerics: Wish = "auto",
     commits: float = 0.0,
@@ -131,7 +131,7 @@ def choose_plan(
         may_split=splits_allowed and profile.may_split,
         limits={tier: spec.nbytes for tier, spec in hardware.away.items()} | _away(limits),
         scheme=scheme,
-        staging_bytes=staging_bytes,
+        staging_bytes=disk_staging_bytes(hardware.device) if staging_bytes is None else staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,
         like=like,

@@ -33,7 +33,6 @@ from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
 from memfit.scheduling.microbatch_traces import traces_of
 from memfit.scheduling.sizes import (
-    STAGING_BYTES,
     disk_bytes_with_store,
     flat_gradient_bytes,
     flat_weight_bytes,
@@ -205,7 +204,7 @@ def bytes_of_check(
     profile: Profile,
     rows: int,
     *,
-    staging_bytes: int = STAGING_BYTES,
+    staging_bytes: int | None = None,
     device: str = "cpu",
     known: KnownFacts | None = None,
 ) -> int:

@@ -60,8 +60,8 @@ from memfit.scheduling.pieces import Line, UpdatePieces
 from memfit.scheduling.references import check_references
 from memfit.scheduling.resting_bytes import resting_bytes
 from memfit.scheduling.sizes import (
-    STAGING_BYTES,
     commit_bytes,
+    disk_staging_bytes,
     exchange_bytes,
     flat_gradient_bytes,
     flat_weight_bytes,
@@ -86,7 +86,7 @@ def lower(
     profile: Profile,
     *,
     microbatches: int | None = None,
-    staging_bytes: int = STAGING_BYTES,
+    staging_bytes: int | None = None,
     adds_apart: bool | None = None,
     commits: float = 0.0,
     device: str = "cpu",
@@ -104,7 +104,7 @@ def lower(
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a
             forward-only pass may run fewer than that at a time).
         staging_bytes: of the disk's threads, held all the time where something rests on disk or
-            leaves to it: host memory beside an accelerator.
+            leaves to it: host memory beside an accelerator; None: `sizes.disk_staging_bytes`.
         adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None:
             as this plan says.
         commits: to a store, a step: 1 with durability "step", 1 / N with N, 0 without a store.
@@ -137,7 +137,7 @@ def lower(
         profile,
         shape,
         traces,
-        staging_bytes=staging_bytes,
+        staging_bytes=disk_staging_bytes(device) if staging_bytes is None else staging_bytes,
         adds_apart=adds_apart,
         device=device,
         is_itemized=is_itemized,

@@ -19,12 +19,16 @@ from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.shares import EXCHANGED_ELEMENTS, SPREAD_BYTES, BlockCut, Share, cut_block
-from memfit.core.tiers import Tier, updates_in_place
+from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB, round_up
 
 # Bounce buffers of the disk's threads, two each way, for ranges that do not begin and end on pages.
 # They are the process's own: beside an accelerator they are host memory.
 STAGING_BYTES = 4 * MIB
+# Of these, what transfers touch, and so what a process holds: tails, and tensors that are not on
+# pages because they are small. Measured: 0 to 0.5 MiB in 13 jobs. Tensors that another allocator
+# gave may touch all.
+TOUCHED_STAGING_BYTES = 1 * MIB
 # Sums of gradients are fp32, or wider.
 WIDE_BYTES = 4
 # An atomic step keeps the version before beside the one that is being written.
@@ -205,6 +209,13 @@ def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
             them, in that of the weights.
     """
     return block.flat_bytes[3] if is_summed else block.flat_bytes[2]
+
+
+def disk_staging_bytes(device: str) -> int:
+    """Bytes of the disk's bounce buffers that are counted where something rests in files: those
+    that are usually touched where the device is this process, all of them in host memory.
+    """
+    return TOUCHED_STAGING_BYTES if is_processor(device) else STAGING_BYTES
 
 
 def uses_disk(plan: Plan, shape: StepShape) -> bool:
