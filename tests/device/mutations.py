@@ -30,6 +30,7 @@ TOKENS = INFERENCE + "generation_on_a_device_gives_the_tokens_of_transformers[la
 
 _MEMORY, _TIERS = "memfit.homes.memory:", "memfit.homes.offloaded:"
 UPDATED = "test_device_host_updates.py::test_"
+STREAM = "test_device_update_stream.py::test_"
 _STAGING, STAGED = "memfit.homes.staging:", "test_device_staging.py::test_"
 _UPDATES, _PIECES = "memfit.homes.updates:", "memfit.homes.update_pieces:"
 
@@ -294,10 +295,10 @@ GRADIENTS = (
 
 UPDATES = (
     Mutation(
-        says="the update worker has a stream of its own",
+        says="an update is behind a stream that nobody else uses",
         where=_UPDATES + "_SubmittedUpdate.__init__",
         take="devices.of(device).current_stream(device) if devices.is_accelerator(device) else None",
-        put="None",
+        put="devices.of(device).new_stream(device) if devices.is_accelerator(device) else None",
         tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
     ),
     Mutation(
@@ -782,8 +783,8 @@ HOST_UPDATES = (
     Mutation(
         says="the event that the host waits for is recorded on the updates' own stream",
         where=_UPDATES + "_SubmittedUpdate.__init__",
-        take="self._stream.record_event(), host_stream",
-        put="host_stream.record_event(), host_stream",
+        take="self._stream.record_event(), own_stream",
+        put="own_stream.record_event(), own_stream",
         tests=[UPDATED + "steps_of_one_block_are_those_of_plain_pytorch[late-host]"],
         shows=r"== \[True\]",
     ),
@@ -866,6 +867,40 @@ HOST_UPDATES = (
     ),
 )
 
+OWN_STREAM = (
+    Mutation(
+        says="an update whose pieces travel is in the order of the caller's kernels",
+        where=_UPDATES + "UpdateWorker._stream_of",
+        take="may_overtake and self._pieces.travels_in_pieces(block)",
+        put="False",
+        tests=[STREAM + "the_callers_stream_waits_for_no_copy_of_an_update_before_it_asks_for_it[host-late]"],
+        shows=r"beside_s < 0\.6",
+    ),
+    Mutation(
+        says="an update overtakes what the caller still enqueues for it",
+        where=_UPDATES + "UpdateWorker.submit",
+        take="is_beside and after is DONE",
+        put="is_beside",
+        tests=[STREAM + "an_update_that_depends_on_what_the_caller_still_enqueues_stays_in_its_order[device-late]"],
+        shows=r"stream_id",
+    ),
+    Mutation(
+        says="an update begins before the caller's kernels have made its gradient",
+        where=_UPDATES + "_SubmittedUpdate.begin",
+        take="self._stream.wait_event(self._behind)",
+        put="pass",
+        tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
+    ),
+    Mutation(
+        says="nobody waits for the kernels of an update on a stream of its own",
+        where=_UPDATES + "UpdateHandle.wait",
+        take="devices.of(device).current_stream(device).wait_event(event)",
+        put="pass",
+        tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
+    ),
+)
+
 MUTATIONS = (
-    DEVICES + TRANSFERS + WEIGHTS + GRADIENTS + UPDATES + SAVED + THREADS + LIMITS + HOST + CACHES + HOST_UPDATES
+    *(*DEVICES, *TRANSFERS, *WEIGHTS, *GRADIENTS, *UPDATES, *SAVED, *THREADS, *LIMITS, *HOST, *CACHES),
+    *(*HOST_UPDATES, *OWN_STREAM),
 )

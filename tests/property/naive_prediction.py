@@ -21,6 +21,7 @@ from memfit.core.tiers import Tier
 from memfit.prediction.clock import host_work_seconds, work_seconds
 
 Key = tuple[Tier, str, str]
+_BESIDE = (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER)
 
 
 # ---- bytes ----
@@ -287,7 +288,7 @@ class Simulation:
             if operation.behind is not None and operation.behind in self._come:
                 gate = all_of(self.now, gate, self._come[operation.behind])
             under_way = self._start(operation, gate)
-            if operation.work and operation.update_place is UpdatePlace.BESIDE and self.hardware.device != "cpu":
+            if operation.work and operation.update_place is UpdatePlace.IN_ORDER:
                 # Its kernels, behind their transfers, are in one order with what is computed next.
                 seconds = Fraction(work_seconds(operation.work, self.hardware))
                 passed: list[Signal] = []
@@ -298,7 +299,7 @@ class Simulation:
                             self._queue(f"behind {index} {len(passed)}", seconds, moved) if is_written else moved
                         )
                 yield from self._stall("update", all_of(self.now, *passed))
-            if operation.work and operation.update_place is not UpdatePlace.BESIDE:
+            if operation.work and operation.update_place not in _BESIDE:
                 seconds = Fraction(work_seconds(operation.work, self.hardware))
                 yield self._queue("device", seconds, all_of(self.now))
             if operation.gives is None:
@@ -321,7 +322,7 @@ class Simulation:
             before = started[-1][1] if operation.is_chain and started else gate
             moved = self._transfer(transfer, before, in_pieces=operation.update_place is not None)
             started.append((transfer.direction, moved))
-        if operation.work and operation.update_place is UpdatePlace.BESIDE:
+        if operation.work and operation.update_place in _BESIDE:
             seconds = Fraction(work_seconds(operation.work, self.hardware))
             started.append(("computed", self._queue("updates", seconds, fed)))
             self._queues["updates"][-1].reads = frozenset(reads)

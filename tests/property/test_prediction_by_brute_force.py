@@ -124,7 +124,9 @@ def free_steps(draw: Any) -> Step:
                 transfers=tuple(draw(transfers(3))),
                 is_chain=draw(st.booleans()),
                 host_work=draw(amounts(UPDATED)),
-                update_place=draw(st.sampled_from([None, None, UpdatePlace.AT_ONCE, UpdatePlace.BESIDE])),
+                update_place=draw(
+                    st.sampled_from([None, None, *(p for p in UpdatePlace if p is not UpdatePlace.HOST)])
+                ),
                 gives=token,
             )
             given_before.append(token)
@@ -329,6 +331,11 @@ def _on_one_link(operation: Operation) -> Operation:
     return operation._replace(transfers=tuple(t._replace(crosses=None) for t in operation.transfers))
 
 
+def _overtaking_updates(operation: Operation) -> Operation:
+    is_in_order = operation.update_place is UpdatePlace.IN_ORDER
+    return operation._replace(update_place=UpdatePlace.BESIDE) if is_in_order else operation
+
+
 BLIND: dict[str, Callable[[Operation], Operation]] = {
     "the rise while it runs": _ignoring(during=()),
     "the last change": _losing_the_last_change,
@@ -342,6 +349,7 @@ BLIND: dict[str, Callable[[Operation], Operation]] = {
     "the link that is crossed": _on_one_link,
     "computing": _ignoring(work=()),
     "updates that go on while the main thread waits": _ignoring(update_place=None),
+    "updates in the order of what is computed next": _overtaking_updates,
 }
 """Predictions that do not see one thing that operations say."""
 

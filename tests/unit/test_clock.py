@@ -80,26 +80,26 @@ def test_each_direction_has_its_speed_while_the_other_has_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "tier", "wanted"),
+    ("place", "tier", "wanted"),
     [
         # 2 s of reads beside 4 s of writes, which take turns with 1 s of work; then 3 s of compute.
-        ("a GPU", Tier.HOST, 4 + 1 + 3),
+        (UpdatePlace.IN_ORDER, Tier.HOST, 4 + 1 + 3),
         # The updates' own thread waits for the disk: 1 s of work goes before compute.
-        ("a GPU", Tier.DISK, 1 + 3),
-        # A processor has no order of kernels that the main thread shares.
-        ("cpu", Tier.HOST, 1 + 3),
+        (UpdatePlace.IN_ORDER, Tier.DISK, 1 + 3),
+        # It has a stream of its own.
+        (UpdatePlace.BESIDE, Tier.HOST, 1 + 3),
     ],
 )
-def test_what_is_computed_behind_an_update_waits_for_its_traffic_with_host_memory_on_an_accelerator(
-    device: str, tier: Tier, wanted: float
+def test_what_is_computed_behind_an_update_in_order_waits_for_its_traffic_with_host_memory(
+    place: UpdatePlace, tier: Tier, wanted: float
 ) -> None:
     spec = TierSpec(nbytes=1 << 40, link=LINK)
-    hardware = replace(machine(device=device), tiers={Tier.DEVICE: spec, Tier.HOST: spec, Tier.DISK: spec})
+    hardware = replace(machine(device="a GPU"), tiers={Tier.DEVICE: spec, Tier.HOST: spec, Tier.DISK: spec})
     update = computing(
         1,
         transfers=tuple(Transfer(tier, way, "state", 200) for way in ("read", "write")),
         is_chain=False,
-        update_place=UpdatePlace.BESIDE,
+        update_place=place,
         gives=Token("update", "B0"),
     )
     clock = Clock(hardware)

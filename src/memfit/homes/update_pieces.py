@@ -159,6 +159,19 @@ class PieceUpdates:
         if group:
             yield tuple(group)
 
+    def travels_in_pieces(self, block: BlockWeights) -> bool:
+        """Tells whether something of a block's update comes or goes, in pieces of bounded size."""
+        due = [slot for slot in block.slots if self._is_due(slot)]
+        if not all(self._is_elementwise(slot) for slot in due):
+            return False
+        masters = block.master_home if block.has_masters else None
+        return (
+            block.travels
+            or (masters is not None and masters.memory_at(block.update_device) is None)
+            or not self._states[block.index].rests_on(block.update_device)
+            or any(self._gradients.here.of(slot) is None for slot in due)
+        )
+
     def _is_resident(self, block: BlockWeights) -> bool:
         """Tells whether nothing of the block's update comes or goes."""
         states = self._states[block.index]

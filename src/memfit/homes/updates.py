@@ -25,6 +25,14 @@ not when a stream is ordered behind it. Whoever waits for the update's handle is
 went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between
 the device goes on: visits of such a block end, and its device gradients go, without waiting for the
 update.
+
+[Note: updates beside the device's compute]
+An update by the device whose pieces come and go has kernels that wait for copies. In the caller's
+stream the backward below would wait for them too, so they go to a stream of the updates' own,
+ordered with the caller's as those on the host are: behind an event when it is asked for, and in
+front of whoever waits for its handle. Memory of pieces comes and goes on that stream, which no
+other uses: beside an accelerator torch keeps what it has freed by stream, so only updates in pieces
+of a few MiB are made so. Updates that need whole parameters stay in the caller's stream.
 """
 
 from __future__ import annotations
@@ -83,8 +91,8 @@ class UpdateHandle(TransferHandle):
 
         Args:
             error: the error that ended the update, or None.
-            sent: a device, and the event behind the copies that an update on the host has enqueued
-                to it.
+            sent: a device, and the event behind what an update has enqueued to it on a stream of its
+                own.
         """
         # Both before the event: whoever wakes up reads them without a lock.
         self._error, self._sent = error, sent
@@ -125,8 +133,9 @@ class UpdateWorker:
 
     def __init__(self, pieces: PieceUpdates) -> None:
         self._pieces = pieces
-        # Of updates on the host: behind what they wait for, and nothing else.
-        self._host_stream: torch.Stream | None = None
+        # Of updates by the device, and of those by the host: behind what they wait for, and nothing
+        # else.
+        self._streams: dict[bool, torch.Stream] = {}
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
@@ -157,9 +166,9 @@ class UpdateWorker:
                 if self._pieces.update_at_once(block):
                     self.note_updated(block.index)
                     return DONE
-        if block.updates_on_host and self._host_stream is None:
-            self._host_stream = devices.of(block.device).new_stream(block.device)
-        job = _SubmittedUpdate(self._pieces, block, after, self._host_stream)
+        job = _SubmittedUpdate(
+            self._pieces, block, after, self._stream_of(block, may_overtake=is_beside and after is DONE)
+        )
         if not job.is_left:
             job.handle.finish()
             return job.handle
@@ -176,6 +185,21 @@ class UpdateWorker:
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
         return job.handle
+
+    def _stream_of(self, block: BlockWeights, *, may_overtake: bool) -> torch.Stream | None:
+        """Returns the stream for the update of a block; None: the caller's.
+
+        Args:
+            block: that is updated.
+            may_overtake: the caller goes on beside it, and has enqueued all that it depends on.
+        """
+        if not devices.is_accelerator(block.device):
+            return None
+        if not block.updates_on_host and not (may_overtake and self._pieces.travels_in_pieces(block)):
+            return None
+        if block.updates_on_host not in self._streams:
+            self._streams[block.updates_on_host] = devices.of(block.device).new_stream(block.device)
+        return self._streams[block.updates_on_host]
 
     def busy_s(self) -> float:
         """Returns the seconds that the thread was on a processor since it began; 0: it has not."""
@@ -201,7 +225,7 @@ class _SubmittedUpdate:
         pieces: PieceUpdates,
         block: BlockWeights,
         after: TransferHandle,
-        host_stream: torch.Stream | None = None,
+        own_stream: torch.Stream | None = None,
     ) -> None:
         self.handle = UpdateHandle()
         self._pieces = pieces
@@ -213,11 +237,11 @@ class _SubmittedUpdate:
         device = block.device
         self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
         # Behind the gradient's way home and all that reads the weights, wherever they lie. See
-        # [Note: updates on the host].
+        # [Note: updates on the host] and [Note: updates beside the device's compute].
         self._behind: torch.Event | None = None
-        if block.updates_on_host:
-            assert self._stream is not None and host_stream is not None
-            self._behind, self._stream = self._stream.record_event(), host_stream
+        if own_stream is not None:
+            assert self._stream is not None
+            self._behind, self._stream = self._stream.record_event(), own_stream
         self._left = deque(pieces.groups(block))
         self._begun = 0
         self._leaving: list[TransferHandle] = []
@@ -253,7 +277,7 @@ class _SubmittedUpdate:
         try:
             with self._in_order():
                 self._after.wait()
-                if self._behind is not None:
+                if self._behind is not None and self._block.updates_on_host:
                     # The host is about to read the gradient's home and to write the weight's:
                     # copies from and to them are done then.
                     self._behind.synchronize()

@@ -88,7 +88,7 @@ def flows_of(step: Step, pace: Pace) -> Flows:
         for transfer in operation.transfers:
             for queue, seconds in _queues(transfer, operation, pace):
                 give(queue, place, seconds, ends[index])
-        if operation.work and operation.update_place is UpdatePlace.BESIDE:
+        if operation.work and operation.update_place in (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER):
             give(UPDATES, place, pace.work_s(operation.work), ends[index])
         elif operation.work:
             # What stands in front of the place's own computing may be through before its waits.

@@ -67,8 +67,8 @@ BUFFERS_AHEAD = (2, 1, 3, 4)
 """The same as polishing tries them."""
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
-_STARTS = 2
-_MOST_MOVES = 8
+_STARTS = 4
+_MOST_MOVES = 16
 # A plan of many layers takes longer to judge: of more than so many, fewer moves are made.
 _FEW_UNITS = 16
 _LEAST_MOVES = 3

@@ -18,10 +18,10 @@ first: what the main thread computes meanwhile comes later by as much, and where
 that costs nothing. Two that share a processor have done as much in the end. But an update whose
 pieces come over a link does nothing until that link is through with what it was given before, and
 while a transfer goes before its pieces: a fetch that the main thread waits for is not hidden by it.
-On an accelerator an update's kernels, and their waits for what comes from host memory and goes
-there, are in the order of the caller's (`homes.updates`): the main thread goes on when that has
-passed. A piece is computed when the one before it is home again, so that its work and writes to
-host memory add up. What the disk brings is waited for by the updates' own thread.
+On an accelerator an update of whole parameters has its kernels, and their waits for what comes from
+host memory and goes there, in the order of the caller's (`homes.updates`): the main thread goes on
+when that has passed. A piece is computed when the one before it is home again, so that its work and
+writes to host memory add up. What the disk brings is waited for by the updates' own thread.
 
 Where a link's contention was measured: a transfer takes the speed of both directions while the
 other one has work, and compute goes on at `Link.compute_share` of its speed while the link has
@@ -163,7 +163,7 @@ class Pace:
         self._sign = sign
         self._rates = _per_s(rates_of(hardware), sign)
         self._host_rates = _per_s(host_rates_of(hardware), sign)
-        self._launches_beside = self.updates_in_order = not is_processor(hardware.device)
+        self._launches_beside = not is_processor(hardware.device)
         # Seconds by work: segments share theirs among microbatches, and steps among plans.
         self._known_s: dict[Work, float] = {}
         self._host_known_s: dict[Work, float] = {}
@@ -320,7 +320,7 @@ class Clock:
         if after or awaited or behind is not None:
             begin = self._begin(after, awaited, behind)
         end = come = begin
-        is_beside = place is UpdatePlace.BESIDE
+        is_beside = place is UpdatePlace.BESIDE or place is UpdatePlace.IN_ORDER
         reads, fed = _NO_TIERS, begin
         if is_beside:
             # Its own pieces come behind all that their links were given before.
@@ -339,7 +339,7 @@ class Clock:
             seconds = self._pace.work_s(work)
             if is_beside:
                 end = max(end, self._update_beside(fed, seconds, gives, reads))
-                if self._pace.updates_in_order and passed:
+                if place is UpdatePlace.IN_ORDER and passed:
                     # A piece is computed when the one before is home: writes and work take turns.
                     self._stop_until(max(passed.get("read", 0.0), passed.get("write", -seconds) + seconds), _UPDATE)
             else:

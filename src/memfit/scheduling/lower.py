@@ -66,6 +66,7 @@ from memfit.scheduling.sizes import (
     flat_gradient_bytes,
     flat_weight_bytes,
     gradient_home_bytes,
+    needs_whole,
     received_gradient_bytes,
     received_weight_bytes,
     spread_bytes,
@@ -369,7 +370,11 @@ class _Lowering:
             draft.work = work
             # Beside backward there is something to win where updates wait for copies or the disk;
             # else they would only take its cores, and hold their pieces for longer.
-            if self._travels or not is_processor(self._device):
+            if not is_processor(self._device):
+                draft.update_place = (
+                    UpdatePlace.IN_ORDER if needs_whole(profile, profile.blocks[block]) else UpdatePlace.BESIDE
+                )
+            elif self._travels:
                 draft.update_place = UpdatePlace.BESIDE
             else:
                 draft.update_place = UpdatePlace.AT_ONCE

@@ -81,12 +81,17 @@ def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
 
 def cut_of(plan: Plan, profile: Profile, block: BlockProfile) -> BlockCut:
     """Places at which ranks cut a block."""
-    uncut = {
-        index
-        for index, p in enumerate(block.parameters)
-        if p.name in profile.updates and profile.updates[p.name].needs_whole
-    }
+    uncut = {index for index, p in enumerate(block.parameters) if _needs_whole(profile, p)}
     return cut_block([math.prod(p.shape) for p in block.parameters], plan.ranks, uncut)
+
+
+def needs_whole(profile: Profile, block: BlockProfile) -> bool:
+    """Tells whether the optimizer needs all of any parameter of a block at once."""
+    return any(_needs_whole(profile, p) for p in block.parameters)
+
+
+def _needs_whole(profile: Profile, parameter: TensorProfile) -> bool:
+    return parameter.name in profile.updates and profile.updates[parameter.name].needs_whole
 
 
 def weight_home_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
