@@ -81,8 +81,8 @@ class UpdatePlace(StrEnum):
     AT_ONCE: in the main thread, on all of its cores: nothing of it has to travel, so that a thread
     beside backward would only take one of them. BESIDE: in a thread of its own, which waits for
     what travels while backward goes on. HOST: the same, on the host's cores beside an accelerator.
-    IN_ORDER: in a thread of its own, but with kernels in the order of the caller's, so that what the
-    device computes next waits for what travels to and from host memory.
+    IN_ORDER: in a thread of its own, but with kernels in the order of the caller's, so that what
+    the device computes next waits for what travels to and from host memory.
     """
 
     AT_ONCE = "at-once"

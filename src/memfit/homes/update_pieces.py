@@ -165,6 +165,8 @@ class PieceUpdates:
         if not all(self._is_elementwise(slot) for slot in due):
             return False
         masters = block.master_home if block.has_masters else None
+        # By where things rest, not by what is there: states that a first update makes would else
+        # leave a stream of its own memory that nothing ever uses again.
         return (
             block.travels
             or (masters is not None and masters.memory_at(block.update_device) is None)

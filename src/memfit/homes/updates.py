@@ -91,8 +91,8 @@ class UpdateHandle(TransferHandle):
 
         Args:
             error: the error that ended the update, or None.
-            sent: a device, and the event behind what an update has enqueued to it on a stream of its
-                own.
+            sent: a device, and the event behind what an update has enqueued to it on a stream of
+                its own.
         """
         # Both before the event: whoever wakes up reads them without a lock.
         self._error, self._sent = error, sent

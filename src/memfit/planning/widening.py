@@ -68,9 +68,9 @@ BUFFERS_AHEAD = (2, 1, 3, 4)
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
 _STARTS = 4
-_MOST_MOVES = 16
+_MOST_MOVES = 8
 # A plan of many layers takes longer to judge: of more than so many, fewer moves are made.
-_FEW_UNITS = 16
+_FEW_UNITS = 32
 _LEAST_MOVES = 3
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
