@@ -790,7 +790,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="a weight comes down before what wrote it is done",
-        where=_UPDATES + "_SubmittedUpdate.begin",
+        where=_UPDATES + "_SubmittedUpdate._wait_for_caller",
         take="self._stream.wait_event(self._behind)",
         put="pass",
         tests=[UPDATED + "a_weight_comes_down_behind_what_wrote_it[late-device]"],
@@ -886,7 +886,7 @@ OWN_STREAM = (
     ),
     Mutation(
         says="an update begins before the caller's kernels have made its gradient",
-        where=_UPDATES + "_SubmittedUpdate.begin",
+        where=_UPDATES + "_SubmittedUpdate._wait_for_caller",
         take="self._stream.wait_event(self._behind)",
         put="pass",
         tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],

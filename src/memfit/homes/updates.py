@@ -30,9 +30,10 @@ update.
 An update by the device whose pieces come and go has kernels that wait for copies. In the caller's
 stream the backward below would wait for them too, so they go to a stream of the updates' own,
 ordered with the caller's as those on the host are: behind an event when it is asked for, and in
-front of whoever waits for its handle. Memory of pieces comes and goes on that stream, which no
-other uses: beside an accelerator torch keeps what it has freed by stream, so only updates in pieces
-of a few MiB are made so. Updates that need whole parameters stay in the caller's stream.
+front of whoever waits for its handle. Homes order what is read of them behind what was written, so
+that the first piece comes before that event. Memory of pieces comes and goes on that stream, which
+no other uses: beside an accelerator torch keeps what it has freed by stream, so only updates in
+pieces of a few MiB are made so. Updates that need whole parameters stay in the caller's stream.
 """
 
 from __future__ import annotations
@@ -239,8 +240,11 @@ class _SubmittedUpdate:
         # Behind the gradient's way home and all that reads the weights, wherever they lie. See
         # [Note: updates on the host] and [Note: updates beside the device's compute].
         self._behind: torch.Event | None = None
+        self._reads_in_order = False
         if own_stream is not None:
             assert self._stream is not None
+            home = block.master_home
+            self._reads_in_order = block.updates_on_host or (home is not None and home.is_derived)
             self._behind, self._stream = self._stream.record_event(), own_stream
         self._left = deque(pieces.groups(block))
         self._begun = 0
@@ -255,14 +259,19 @@ class _SubmittedUpdate:
         """Context in which work goes to the stream of the thread that submitted the update."""
         return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
 
+    def _wait_for_caller(self) -> None:
+        """Orders a stream of the updates' own behind what the caller had enqueued."""
+        if self._behind is not None and self._stream is not None:
+            self._stream.wait_event(self._behind)
+
     def begin(self) -> tuple[Coming, ...] | None:
         """Begins to read the next piece; None if that fails, which ends the update."""
         try:
             with self._in_order():
-                if self._behind is not None and self._stream is not None and not self._begun:
+                if self._reads_in_order and not self._begun:
                     # Before a weight comes down from the device, or a new one goes up to it:
                     # kernels still read there.
-                    self._stream.wait_event(self._behind)
+                    self._wait_for_caller()
                 coming = tuple(self._pieces.begin(self._block, piece) for piece in self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
             self._end(error)
@@ -277,7 +286,11 @@ class _SubmittedUpdate:
         try:
             with self._in_order():
                 self._after.wait()
-                if self._behind is not None and self._block.updates_on_host:
+                if not self._block.updates_on_host:
+                    # Not before the first piece is read: the last piece of the block before would
+                    # wait as well, and with it whoever waits for that block.
+                    self._wait_for_caller()
+                elif self._behind is not None:
                     # The host is about to read the gradient's home and to write the weight's:
                     # copies from and to them are done then.
                     self._behind.synchronize()
