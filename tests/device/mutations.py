@@ -892,6 +892,40 @@ OWN_STREAM = (
         tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
     ),
     Mutation(
+        says="a piece comes before the caller's kernels though its home orders nothing",
+        where=_UPDATES + "_SubmittedUpdate.__init__",
+        take="block.updates_on_host or not pieces.homes_order_reads(block)",
+        put="block.updates_on_host",
+        tests=[
+            UPDATED + "an_update_on_the_host_gives_the_bits_of_one_on_the_device[late-weights on the device-bf16 alone]"
+        ],
+    ),
+    Mutation(
+        says="a gradient is laid out on the updates' own stream",
+        where=_UPDATES + "UpdateWorker._stream_of",
+        take="self._pieces.lay_out(block)",
+        put="pass",
+        tests=[STREAM + "steps_of_a_job_with_states_on_the_host_are_those_of_plain_pytorch[late-counts on the host]"],
+        is_slow=True,
+    ),
+    Mutation(
+        says="step counts on the device are freed while the caller reads them",
+        where=_PIECES + "PieceUpdates.lend_numbers",
+        take="value.record_stream(stream)",
+        put="pass",
+        tests=[STREAM + "steps_of_a_job_with_states_on_the_host_are_those_of_plain_pytorch[late-counts on the device]"],
+        is_slow=True,
+    ),
+    Mutation(
+        says="an update of whole parameters has a stream of its own",
+        where=_PIECES + "PieceUpdates.travels_in_pieces",
+        take="if not all(self._is_elementwise(slot) for slot in due):",
+        put="if False:",
+        tests=[STREAM + "an_update_of_whole_parameters_stays_in_the_order_of_the_callers_kernels[late]"],
+        shows=r"IN_ORDER",
+        is_slow=True,
+    ),
+    Mutation(
         says="nobody waits for the kernels of an update on a stream of its own",
         where=_UPDATES + "UpdateHandle.wait",
         take="devices.of(device).current_stream(device).wait_event(event)",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import memfit
 from memfit import devices
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.step import UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.homes import MemoryHome
 from memfit.homes.gradients import GradientHomes
@@ -19,6 +23,7 @@ from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 from memfit.optimizers import OptimizerDriver
+from memfit.scheduling.lower import lower
 
 NUMBERS, PIECE = 20_003, 4096
 
@@ -138,3 +143,80 @@ def test_an_update_that_depends_on_what_the_caller_still_enqueues_stays_in_its_o
     resting.end(resting.begin())
     resting.end(resting.begin(Opened()))
     assert streams and {s.stream_id for s in streams} == {torch.accelerator.current_stream(resting.device).stream_id}
+
+
+# ---------------------------------------------------------------------------------------------------- jobs
+
+
+class Convolutions(nn.Module):
+    """Of pictures with their channels last, depthwise and 1 x 1 weights have gradients whose strides are not the weights'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1), nn.ReLU())
+                for _ in range(3)
+            ]
+        )
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            pictures = pictures + layer(pictures)
+        return pictures
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"capturable": True}], ids=["counts on the host", "counts on the device"])
+def test_steps_of_a_job_with_states_on_the_host_are_those_of_plain_pytorch(
+    device: torch.device, settings: dict[str, bool], tmp_path: Path
+) -> None:
+    """Gradients of other strides are laid out; states that are loaded between steps take the place of those of the updates' own memory."""
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Convolutions().to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)  # pyright: ignore[reportArgumentType]
+
+    batch = torch.randn(4, 16, 8, 8).to(device).to(memory_format=torch.channels_last)
+    plain, optimizer = parts()
+    found, of_job = parts()
+    profile = memfit.profile(found, of_job, loss_of, batch)
+    plan = Plan(blocks={block.name: BlockPlan(state_home=Tier.HOST) for block in profile.blocks})
+    is_other = False
+    with memfit.fit(found, of_job, loss_of, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(3):
+            job.step(batch)
+            of_job.load_state_dict(of_job.state_dict())
+            optimizer.zero_grad()
+            loss_of(plain, batch).backward()
+            is_other = is_other or any(p.grad is not None and p.grad.stride() != p.stride() for p in plain.parameters())
+            optimizer.step()
+    assert is_other
+    same = [torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True)]
+    assert same == [True] * len(same)
+
+
+def test_an_update_of_whole_parameters_stays_in_the_order_of_the_callers_kernels(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is that of parameters, which a stream of its own would keep; and the clock is told so."""
+    streams: list[Any] = []
+    stream_of = UpdateWorker._stream_of
+    monkeypatch.setattr(
+        UpdateWorker, "_stream_of", lambda *a, **settings: streams.append(stream_of(*a, **settings)) or streams[-1]
+    )
+    model, batch = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(device), torch.randn(4, 16, device=device)
+    for make, place in ((torch.optim.Adafactor, UpdatePlace.IN_ORDER), (torch.optim.AdamW, UpdatePlace.BESIDE)):
+        optimizer = make(model.parameters(), lr=1e-2)
+        profile = memfit.profile(model, optimizer, loss_of, batch)
+        plan = Plan(blocks={block.name: BlockPlan(state_home=Tier.HOST) for block in profile.blocks})
+        streams.clear()
+        with memfit.fit(model, optimizer, loss_of, batch, plan=plan, directory=tmp_path / make.__name__) as job:
+            job.step(batch)
+            step = lower(job.schedule, job.plan, job.profile, device=device.type)
+        assert {o.update_place for o in step} - {None} == {place}
+        assert streams and all((stream is None) == (place is UpdatePlace.IN_ORDER) for stream in streams)

@@ -48,6 +48,7 @@ class DiskHome(ByteHome):
         self._ends = frozenset(ends)
         self._written: list[tuple[int, int]] = []
         self._staging = staging
+        self.orders_reads = staging is not None
         # Of transfers that pass through the staging: where, and whether they write. See [Note:
         # order in staging].
         self._pending: deque[tuple[int, int, bool, Staged]] = deque()

@@ -258,6 +258,10 @@ class GradientHomes:
             kept.pop(slot.name, None)
         self.here.give_up_sum(slot)
 
+    def home_of(self, block: BlockWeights) -> ByteHome | None:
+        """Returns where a block's gradient waits; None: on the device."""
+        return self._homes.get(block.index)
+
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to read elements [first, first + count) of a parameter's gradient, in the
         parameter's memory order, for `finish_piece`.

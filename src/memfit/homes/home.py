@@ -119,14 +119,14 @@ class ByteHome(Protocol):
             under way in it); None: only `read` reaches the bytes.
         is_shared: processes share it, and this one holds a range.
         is_encoded: its bytes are not those of a visit, which is decoded from them.
-        is_derived: reads compute with the weights that are on the device: they are ordered behind
-            what changed these by the stream that they are asked for on, not by the home.
+        orders_reads: a read sees all writes that were begun before it, on whatever stream either is
+            asked for; else the caller's stream orders them.
     """
 
     tier: Tier
     nbytes: int
     is_encoded: bool = False
-    is_derived: bool = False
+    orders_reads: bool = False
 
     @property
     def memory(self) -> torch.UntypedStorage | None:

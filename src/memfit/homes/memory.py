@@ -121,6 +121,7 @@ class MemoryHome(ByteHome):
         self.nbytes = nbytes
         self._stream = stream
         self._writes = stream if writes is None else writes
+        self.orders_reads = stream is not None
         self._read, self._written = _RangeEvents(), _RangeEvents()
         self._lock = threading.Lock()
         self._meter = meter

@@ -41,8 +41,6 @@ class RoundedMasters(ByteHome):
         weights: their home.
     """
 
-    is_derived = True
-
     def __init__(self, block: BlockWeights, weights: ByteHome) -> None:
         self.tier: Tier = weights.tier
         self.nbytes = block.master_nbytes

@@ -154,8 +154,6 @@ class SplitMasters(ByteHome):
         rest: a home of `rest_nbytes(block)` bytes.
     """
 
-    is_derived = True
-
     def __init__(self, block: BlockWeights, weights: ByteHome, rest: ByteHome) -> None:
         self.tier: Tier = rest.tier
         self.nbytes = block.master_nbytes

@@ -139,6 +139,9 @@ class PieceUpdates:
         pieces = list(self.cut(block))
         # Pieces that come are read one ahead of the one that is updated: a group would hold more.
         if len(pieces) < 2 or not self._is_resident(block):
+            # The largest parameters first: behind a large piece and two small ones the next large
+            # one would not be read until the first was home.
+            pieces.sort(key=lambda piece: -len(piece.slot.held))
             yield from ((piece,) for piece in pieces)
             return
         most = max(piece.count for piece in pieces)
@@ -173,6 +176,30 @@ class PieceUpdates:
             or not self._states[block.index].rests_on(block.update_device)
             or any(self._gradients.here.of(slot) is None for slot in due)
         )
+
+    def homes_order_reads(self, block: BlockWeights) -> bool:
+        """Tells whether all that pieces of a block are read from orders reads behind writes. What
+        rests where it is updated is not read.
+        """
+        homes = block.home, block.master_home, self._states[block.index].home, self._gradients.home_of(block)
+        return all(h is None or h.orders_reads or h.memory_at(block.update_device) is not None for h in homes)
+
+    def lay_out(self, block: BlockWeights) -> None:
+        """Brings gradients on the device into the memory order of their parameters, in the caller's
+        stream, where they were made and go.
+        """
+        for slot in block.slots:
+            if self._is_due(slot) and (gradient := self._gradients.here.of(slot)) is not None:
+                self._gradients.here.dense_in_place(slot, gradient)
+
+    def lend_numbers(self, block: BlockWeights, stream: torch.Stream) -> None:
+        """Lets a stream read numbers of states that an update has made on the device: their memory
+        is not used again before that stream is through.
+        """
+        for numbers in self._states[block.index].numbers.values():
+            for value in numbers.values():
+                if isinstance(value, torch.Tensor) and value.device.type == stream.device.type:
+                    value.record_stream(stream)
 
     def _is_resident(self, block: BlockWeights) -> bool:
         """Tells whether nothing of the block's update comes or goes."""

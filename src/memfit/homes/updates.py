@@ -30,10 +30,12 @@ update.
 An update by the device whose pieces come and go has kernels that wait for copies. In the caller's
 stream the backward below would wait for them too, so they go to a stream of the updates' own,
 ordered with the caller's as those on the host are: behind an event when it is asked for, and in
-front of whoever waits for its handle. Homes order what is read of them behind what was written, so
-that the first piece comes before that event. Memory of pieces comes and goes on that stream, which
-no other uses: beside an accelerator torch keeps what it has freed by stream, so only updates in
-pieces of a few MiB are made so. Updates that need whole parameters stay in the caller's stream.
+front of whoever waits for its handle. Where all homes order their reads behind writes themselves,
+the first piece comes before that event. Memory of pieces comes and goes on that stream: beside an
+accelerator torch keeps what it has freed by stream, so only updates in pieces of a few MiB are made
+so, and what a piece would else have to make of a whole gradient the caller makes. Step counts of
+optimizers that keep them on the device are lent to the caller's stream. Updates that need whole
+parameters stay in the caller's stream.
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ class UpdateWorker:
 
     def __init__(self, pieces: PieceUpdates) -> None:
         self._pieces = pieces
-        # Of updates by the device, and of those by the host: behind what they wait for, and nothing
-        # else.
+        # Of updates by the device (False) and by the host (True): behind what they wait for, and
+        # nothing else.
         self._streams: dict[bool, torch.Stream] = {}
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -198,6 +200,8 @@ class UpdateWorker:
             return None
         if not block.updates_on_host and not (may_overtake and self._pieces.travels_in_pieces(block)):
             return None
+        if not block.updates_on_host:
+            self._pieces.lay_out(block)
         if block.updates_on_host not in self._streams:
             self._streams[block.updates_on_host] = devices.of(block.device).new_stream(block.device)
         return self._streams[block.updates_on_host]
@@ -240,11 +244,12 @@ class _SubmittedUpdate:
         # Behind the gradient's way home and all that reads the weights, wherever they lie. See
         # [Note: updates on the host] and [Note: updates beside the device's compute].
         self._behind: torch.Event | None = None
+        self._caller: torch.Stream | None = None
         self._reads_in_order = False
         if own_stream is not None:
             assert self._stream is not None
-            home = block.master_home
-            self._reads_in_order = block.updates_on_host or (home is not None and home.is_derived)
+            self._caller = self._stream
+            self._reads_in_order = block.updates_on_host or not pieces.homes_order_reads(block)
             self._behind, self._stream = self._stream.record_event(), own_stream
         self._left = deque(pieces.groups(block))
         self._begun = 0
@@ -256,7 +261,9 @@ class _SubmittedUpdate:
         return bool(self._left)
 
     def _in_order(self) -> AbstractContextManager[None]:
-        """Context in which work goes to the stream of the thread that submitted the update."""
+        """Context in which work goes to the update's stream: its own, or that of the thread that
+        submitted it.
+        """
         return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
 
     def _wait_for_caller(self) -> None:
@@ -270,7 +277,7 @@ class _SubmittedUpdate:
             with self._in_order():
                 if self._reads_in_order and not self._begun:
                     # Before a weight comes down from the device, or a new one goes up to it:
-                    # kernels still read there.
+                    # kernels still read there. Or the caller's stream alone orders a home.
                     self._wait_for_caller()
                 coming = tuple(self._pieces.begin(self._block, piece) for piece in self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
@@ -320,6 +327,9 @@ class _SubmittedUpdate:
         sent = None
         if self._behind is not None and self._stream is not None:
             sent = self._block.device, self._stream.record_event()
+            if self._caller is not None and not self._block.updates_on_host:
+                # Whoever reads the optimizer's states does it on the caller's stream.
+                self._pieces.lend_numbers(self._block, self._caller)
         self.handle.finish(error, sent)
 
 

@@ -140,9 +140,11 @@ class UpdatePieces:
 
     def _pieces_of(self, block: int, updates: Mapping[str, UpdateProfile], *, is_here: bool) -> tuple[PieceBytes, ...]:
         profile = self._profile.blocks[block]
+        # The largest first, as updates take them where anything comes or goes.
+        held = sorted(zip(profile.parameters, self._held(profile), strict=True), key=lambda pair: -pair[1])
         return tuple(
             self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
-            for parameter, numel in zip(profile.parameters, self._held(profile), strict=True)
+            for parameter, numel in held
             if parameter.name in updates and parameter.requires_grad
             for elements in _cut(numel, updates[parameter.name])
         )
