@@ -47,8 +47,8 @@ TILED_PRODUCT_KERNEL_BYTES = 1 * MIB
 # slices of the batch, scratch of small kernels).
 EMULATED_RESERVE_BYTES = 2 * MIB
 # Not measured: cuBLAS takes up to 32 MiB from torch's allocator as a workspace (Hopper), and that
-# allocator holds segments of 2 and 20 MiB for each stream, the free parts of which count against its
-# limit: those of compute and of updates.
+# allocator holds segments of 2 and 20 MiB for each stream (of compute, of updates), the free parts
+# of which count against its limit.
 DEVICE_RESERVE_BYTES = 80 * MIB
 
 

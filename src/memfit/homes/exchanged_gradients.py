@@ -116,7 +116,7 @@ class ExchangedGradients(GradientHomes):
         """See `GradientHomes.accumulate`. What this process lacks others may have: it takes part
         without any gradient too.
         """
-        home = self._homes.get(block.index)
+        home = self.homes.get(block.index)
         if home is None:
             return
         # Which parameters have a sum at home is known when the exchange before is through.

@@ -61,6 +61,7 @@ class GradientHomes:
 
     Attributes:
         here: gradients on the device.
+        homes: by block index, where gradients wait elsewhere.
         scaling: factor by which updates multiply gradients.
         is_receiving: a step is under way, so that a gradient on a leaf belongs to it.
         are_exchanged: an accumulate is collective, so that none may come beside the schedule.
@@ -83,7 +84,7 @@ class GradientHomes:
         self.is_receiving = False
         self._blocks = tuple(blocks)
         self._kept: dict[str, torch.Tensor] | None = {} if keeps_gradients else None
-        self._homes = dict(homes)
+        self.homes = dict(homes)
         self._keeps_norms = keeps_norms
         self._held: set[str] = set()
         self._norms: dict[str, torch.Tensor] = {}
@@ -130,11 +131,11 @@ class GradientHomes:
         """Tells whether a gradient of the block is on the device and an accumulate would move it
         home.
         """
-        return block.index in self._homes and self.here.has(block)
+        return block.index in self.homes and self.here.has(block)
 
     def accumulate(self, block: BlockWeights) -> None:
         """Adds the block's gradient into its home and frees it on the device."""
-        home = self._homes.get(block.index)
+        home = self.homes.get(block.index)
         if home is None:
             return
         # One block's writes are under way at most: what they read, the block's gradients, is freed
@@ -186,7 +187,7 @@ class GradientHomes:
         self.wait()
         norms = dict(self._norms)
         for block in self._blocks:
-            if block.index not in self._homes:
+            if block.index not in self.homes:
                 for slot in block.slots:
                     gradient = self.here.of(slot)
                     if gradient is not None:
@@ -199,7 +200,7 @@ class GradientHomes:
         self.wait()
         peaks = [peak for name, peak in self._peaks.items() if name in names]
         for block in self._blocks:
-            for slot in block.slots if block.index not in self._homes else ():
+            for slot in block.slots if block.index not in self.homes else ():
                 gradient = self.here.of(slot) if slot.name in names else None
                 if gradient is not None and gradient.numel():
                     dense = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -244,7 +245,7 @@ class GradientHomes:
         self.wait()
         for first in range(0, slot.numel, PIECE_ELEMENTS):
             count = min(PIECE_ELEMENTS, slot.numel - first)
-            piece = _begin_at_home(self._homes[block.index], slot, first, count, block.update_device)
+            piece = _begin_at_home(self.homes[block.index], slot, first, count, block.update_device)
             if piece.ready is not None:
                 piece.ready.wait()
             if not bool(piece.values.isfinite().all()):
@@ -258,10 +259,6 @@ class GradientHomes:
             kept.pop(slot.name, None)
         self.here.give_up_sum(slot)
 
-    def home_of(self, block: BlockWeights) -> ByteHome | None:
-        """Returns where a block's gradient waits; None: on the device."""
-        return self._homes.get(block.index)
-
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to read elements [first, first + count) of a parameter's gradient, in the
         parameter's memory order, for `finish_piece`.
@@ -269,7 +266,7 @@ class GradientHomes:
         gradient = None if block.updates_on_host else self.here.of(slot)
         if gradient is not None:
             return GradientPiece(slot, flat_gradient(self.here.dense_in_place(slot, gradient))[first : first + count])
-        return _begin_at_home(self._homes[block.index], slot, first, count, block.update_device)
+        return _begin_at_home(self.homes[block.index], slot, first, count, block.update_device)
 
     def finish_piece(self, piece: GradientPiece) -> torch.Tensor:
         """Waits for the piece; returns it in the master's dtype, unscaled and clipped.
@@ -306,7 +303,7 @@ class GradientHomes:
             whole = gradient.to(slot.master_dtype, copy=True)
         else:
             self.wait()
-            home = self._homes[block.index]
+            home = self.homes[block.index]
             whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
             home.gather(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
         if slot.name in self._scaled:

@@ -181,7 +181,7 @@ class PieceUpdates:
         """Tells whether all that pieces of a block are read from orders reads behind writes. What
         rests where it is updated is not read.
         """
-        homes = block.home, block.master_home, self._states[block.index].home, self._gradients.home_of(block)
+        homes = block.home, block.master_home, self._states[block.index].home, self._gradients.homes.get(block.index)
         return all(h is None or h.orders_reads or h.memory_at(block.update_device) is not None for h in homes)
 
     def lay_out(self, block: BlockWeights) -> None:
@@ -313,7 +313,7 @@ class PieceUpdates:
         if piece.is_last:
             states.keep_numbers(slot, new)
         if block.has_masters:
-            leaving += self._write_masters(block, piece, weight)
+            leaving += _write_masters(block, piece, weight)
             return leaving + (
                 self._give_weight(block, piece, weight)
                 if block.updates_on_host
@@ -322,13 +322,6 @@ class PieceUpdates:
         if coming.moved is not None:
             return [*leaving, _send(block, piece, weight, coming.moved)]
         return leaving + _write_weight(block, piece, weight)
-
-    def _write_masters(self, block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
-        """Writes a new piece of a master home, unless it was changed in place."""
-        masters = block.master_home
-        assert masters is not None
-        is_there = masters.memory_at(block.update_device) is not None
-        return [] if is_there else [_write(masters, piece.slot.master_offset_bytes, piece, master)]
 
     def _rounded(self, piece: UpdatePiece, master: torch.Tensor) -> torch.Tensor:
         """Returns the values that the weight is rounded from: the new master, or with noise the
@@ -374,6 +367,14 @@ def _updated(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> U
         shape=tuple(slot.shape),
         stride=tuple(slot.stride),
     )
+
+
+def _write_masters(block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
+    """Writes a new piece of a master home, unless it was changed in place."""
+    masters = block.master_home
+    assert masters is not None
+    is_there = masters.memory_at(block.update_device) is not None
+    return [] if is_there else [_write(masters, piece.slot.master_offset_bytes, piece, master)]
 
 
 def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> list[TransferHandle]:

@@ -30,11 +30,11 @@ in its own order and at its own speed, and is done when both are: so both links 
 bytes.
 
 Not modelled: that an accelerator's updates have asked for all their reads from host memory when a
-fetch comes, which then waits for them; that a transfer under way ends later when another begins or goes before it (what is
-behind it in its queue does, and the step with the last update); that links slow updates down as
-they slow compute; updates on the host taking memory's bandwidth from transfers; disks that hang on
-the accelerator's own switch; a run's main thread that waits before it begins a transfer
-(`Operation.after`); the cost of a first step.
+fetch comes, which then waits for them; that a transfer under way ends later when another begins or
+goes before it (what is behind it in its queue does, and the step with the last update); that links
+slow updates down as they slow compute; updates on the host taking memory's bandwidth from
+transfers; disks that hang on the accelerator's own switch; a run's main thread that waits before it
+begins a transfer (`Operation.after`); the cost of a first step.
 
 What ranks send each other is one queue of the link `network`, in the order of the list, as their
 one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
