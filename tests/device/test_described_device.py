@@ -11,6 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.api.advise import advise
+from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.machines import read_hardware
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
@@ -26,7 +27,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows).square().mean()
 
 
-@pytest.mark.parametrize("limit_bytes", [512 * MIB, 64 * MIB + 20 * MIB, 64 * MIB + 12 * MIB])
+@pytest.mark.parametrize("limit_bytes", [512 * MIB, DEVICE_RESERVE_BYTES + 20 * MIB, DEVICE_RESERVE_BYTES + 12 * MIB])
 def test_what_is_planned_from_afar_is_what_runs_there(device: torch.device, limit_bytes: int, tmp_path: Path) -> None:
     found = read_hardware("h200")
     assert found is not None

@@ -12,12 +12,13 @@ from torch import nn
 import memfit
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.tiers import Tier
 
 late = pytest.importorskip("accelerator.late", reason="the late device needs a C++ compiler")
 
 MIB = 1 << 20
-LIMIT = 84 * MIB  # 64 of them are the device's reserve
+LIMIT = 20 * MIB + DEVICE_RESERVE_BYTES
 ROWS, WIDTH, LAYERS = 512, 128, 6
 FAST, SLOW = 4e9, 60e6
 
