@@ -212,7 +212,7 @@ def direct(advice: Advice, hardware: Hardware, limit_bytes: int, **wanted: Any) 
 
 
 # 6 blocks of 1 MiB of weights, as much gradients and twice the states: all of it, some of it and little of it on the device.
-@pytest.mark.parametrize("device_bytes", [141 * GIB, 64 * MIB + 20 * MIB, 64 * MIB + 12 * MIB])
+@pytest.mark.parametrize("device_bytes", [141 * GIB, DEVICE_RESERVE_BYTES + 20 * MIB, DEVICE_RESERVE_BYTES + 12 * MIB])
 def test_a_plan_for_an_accelerator_that_is_not_here_is_the_planners_for_its_numbers(device_bytes: int) -> None:
     hardware = described("h200", device=device_bytes, host=64 * MIB, disk=64 * MIB)
     advice = advise(*build(), hardware=hardware)
@@ -272,8 +272,9 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_the_command_plans_for_the_machine_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "the_parts", sys.modules[build.__module__])
-    tiers = "device=84MiB,host=64MiB,disk=64MiB"
-    advice = advise(*build(), hardware=described("h200", device=84 * MIB, host=64 * MIB, disk=64 * MIB))
+    device_bytes = DEVICE_RESERVE_BYTES + 20 * MIB
+    tiers = f"device={device_bytes},host=64MiB,disk=64MiB"
+    advice = advise(*build(), hardware=described("h200", device=device_bytes, host=64 * MIB, disk=64 * MIB))
     file = tmp_path / "mine.json"
     file.write_text(replace(described("h200"), device="my GPU").to_json())
     text = run(
