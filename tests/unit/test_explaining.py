@@ -222,7 +222,7 @@ def small_card(host: int = 8 * MIB) -> Hardware:
 @pytest.fixture(scope="module")
 def asked() -> tuple[tuple[Any, ...], Advice]:
     parts = _model()
-    return parts, advise(*parts, limit="72MiB", hardware=small_card(), explains=True)
+    return parts, advise(*parts, limit="88MiB", hardware=small_card(), explains=True)
 
 
 def test_what_else_is_told_is_what_the_question_would_be_answered(asked: tuple[tuple[Any, ...], Advice]) -> None:
@@ -239,10 +239,10 @@ def test_what_else_is_told_is_what_the_question_would_be_answered(asked: tuple[t
         for word, bytes_of in SIDES.items():
             assert word not in increment.adds or bytes_of in increment.why, increment
     assert len({increment.why for increment in explained.increments}) == len(explained.increments)
-    step = 72 * MIB // 8 >> 20 << 20
+    step = 88 * MIB // 8 >> 20 << 20
     variants = {
-        "9.0 MiB more of the device": {"limit": 72 * MIB + step},
-        "9.0 MiB less of the device": {"limit": 72 * MIB - step},
+        "11.0 MiB more of the device": {"limit": 88 * MIB + step},
+        "11.0 MiB less of the device": {"limit": 88 * MIB - step},
         "1.0 MiB more of the host": {"hardware": small_card(9 * MIB)},
         "1.0 MiB less of the host": {"hardware": small_card(7 * MIB)},
     }
@@ -252,7 +252,7 @@ def test_what_else_is_told_is_what_the_question_would_be_answered(asked: tuple[t
     variants |= {f"allow={name}": {"allow": {name}} for name in ("bf16", "fp16", "int8-state")}
     for question, changed in variants.items():
         answer = answers[question]
-        keywords: dict[str, Any] = {"limit": "72MiB", "hardware": small_card(), **changed}
+        keywords: dict[str, Any] = {"limit": "88MiB", "hardware": small_card(), **changed}
         if answer.seconds is None:
             with pytest.raises((DoesNotFitError, UsageError)) as refused:
                 advise(*parts, **keywords)
@@ -268,7 +268,7 @@ def test_the_curve_begins_at_the_smallest_limit_and_falls(asked: tuple[tuple[Any
     parts, advice = asked
     assert advice.explanation is not None
     curve = advice.explanation.curve
-    assert [p.limit_bytes for p in curve if p.is_asked] == [72 * MIB]
+    assert [p.limit_bytes for p in curve if p.is_asked] == [88 * MIB]
     assert [p.seconds for p in curve] == sorted((p.seconds for p in curve), reverse=True)
     with pytest.raises(DoesNotFitError) as refused:
         advise(*parts, limit=curve[0].limit_bytes - 1, hardware=small_card())

@@ -237,12 +237,12 @@ def test_a_plan_for_an_accelerator_that_is_not_here_is_the_planners_for_its_numb
 
 def test_capacities_beside_the_device_bound_the_plan() -> None:
     model, optimizer, loss, rows = build(12)
-    full = described("h200", device=74 * MIB, host=24 * MIB, disk=0)
+    full = described("h200", device=DEVICE_RESERVE_BYTES + 10 * MIB, host=24 * MIB, disk=0)
     with pytest.raises(DoesNotFitError):
         advise(model, optimizer, loss, rows[:1], hardware=full)
     roomy = full.with_capacities({Tier.DISK: GIB})
     assert Tier.DISK in advise(model, optimizer, loss, rows[:1], hardware=roomy).plan.tiers
-    with pytest.raises(UsageError, match=r"more than NVIDIA H200 has \(74.0 MiB\)"):
+    with pytest.raises(UsageError, match=r"more than NVIDIA H200 has \(90.0 MiB\)"):
         advise(model, optimizer, loss, rows, hardware=full, limit="1GiB")
 
 
