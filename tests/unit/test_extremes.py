@@ -13,12 +13,13 @@ from torch import nn
 from memfit.api.advise import advise
 from memfit.api.extremes import batches_like, find_largest, find_smallest_limit
 from memfit.core.errors import DoesNotFitError, UsageError
+from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.units import MIB
 from unit.test_cli import run
 from unit.test_explaining import small_card
 
 WIDTH = 64
-LIMIT = 66 * MIB  # 64 are kept for kernels
+LIMIT = 2 * MIB + DEVICE_RESERVE_BYTES
 
 
 @pytest.fixture(scope="module")
