@@ -90,6 +90,11 @@ class UpdatePlace(StrEnum):
     HOST = "host"
     IN_ORDER = "in-order"
 
+    @property
+    def is_beside(self) -> bool:
+        """True if the device works on it from a thread of its own."""
+        return self in (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER)
+
 
 class Operation(NamedTuple):
     """An action with its meaning.

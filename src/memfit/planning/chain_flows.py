@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.core.schedule import Backward, Forward
-from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
+from memfit.core.step import Operation, Step, Token, Transfer
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, for_updates
 from memfit.prediction.clock import Pace
 
@@ -88,7 +88,7 @@ def flows_of(step: Step, pace: Pace) -> Flows:
         for transfer in operation.transfers:
             for queue, seconds in _queues(transfer, operation, pace):
                 give(queue, place, seconds, ends[index])
-        if operation.work and operation.update_place in (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER):
+        if operation.work and operation.update_place and operation.update_place.is_beside:
             give(UPDATES, place, pace.work_s(operation.work), ends[index])
         elif operation.work:
             # What stands in front of the place's own computing may be through before its waits.

@@ -136,9 +136,7 @@ def _fit_groups(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[s
 
 def _with_beside(factors: dict[str, float], step: Step, measured: Timeline, hardware: Hardware) -> dict[str, float]:
     """The factors, with that of updates in a thread of their own: then all of a step are there."""
-    foretold = sum(
-        work_seconds(o.work, hardware) for o in step if o.update_place in (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER)
-    )
+    foretold = sum(work_seconds(o.work, hardware) for o in step if o.update_place and o.update_place.is_beside)
     if not measured.beside_s or not foretold:
         return factors
     return {**factors, "updates": min(max(measured.beside_s / foretold, SMALLEST_FACTOR), LARGEST_FACTOR)}

@@ -321,7 +321,7 @@ class Clock:
         if after or awaited or behind is not None:
             begin = self._begin(after, awaited, behind)
         end = come = begin
-        is_beside = place is UpdatePlace.BESIDE or place is UpdatePlace.IN_ORDER
+        is_beside = place is not None and place.is_beside
         reads, fed = _NO_TIERS, begin
         if is_beside:
             # Its own pieces come behind all that their links were given before.
