@@ -345,7 +345,7 @@ UPDATES = (
     Mutation(
         says="the last piece that goes home is not waited for",
         where=_UPDATES + "_SubmittedUpdate._end",
-        take="TransferGroup(self._leaving).wait()",
+        take="TransferGroup([one for one in self._leaving if one not in writes]).wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],
         shows=r"== \[\]",
@@ -930,6 +930,28 @@ OWN_STREAM = (
         where=_UPDATES + "UpdateHandle.wait",
         take="devices.of(device).current_stream(device).wait_event(event)",
         put="pass",
+        tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
+    ),
+    Mutation(
+        says="nobody waits for the last writes of an update on a stream of its own",
+        where=_UPDATES + "_SubmittedUpdate._end",
+        take="*(one.event for one in writes)",
+        put="*()",
+        tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[host-late]"],
+    ),
+    Mutation(
+        says="an update ends with a wait for its last writes",
+        where=_UPDATES + "_SubmittedUpdate._end",
+        take="self._is_beside_the_caller and error is None",
+        put="False",
+        tests=[STREAM + "the_last_writes_of_an_update_hold_up_no_read_of_the_next[late]"],
+        shows=r"E assert",
+    ),
+    Mutation(
+        says="what the last writes of an update read is given away before they are through",
+        where=_UPDATES + "_SubmittedUpdate._end",
+        take="self._last_writes.put(self._stream, writes)",
+        put="_ = [one._keep is setattr(one, '_keep', ()) for one in writes]",
         tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
     ),
 )

@@ -429,7 +429,7 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             clear=lambda block: log.append("clear"),
             here=SimpleNamespace(has=lambda block: False),
         )
-        updates: Any = SimpleNamespace(submit=lambda *_, **__: Update())
+        updates: Any = SimpleNamespace(submit=lambda *_, **__: Update(), catch_up=lambda: None)
         block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)
         it = UpdatePhase([block], gradients, updates, [], log.append)
         it.update(0)

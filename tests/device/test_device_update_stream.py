@@ -18,6 +18,7 @@ from memfit.core.tiers import Tier
 from memfit.homes import MemoryHome
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.home import DONE, TransferHandle
+from memfit.homes.memory import StreamCopy
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
@@ -34,9 +35,10 @@ class Resting:
     Args:
         device: of the update.
         weights: where the weight is at home.
+        like: another one, whose worker's streams this one's worker has.
     """
 
-    def __init__(self, device: torch.device, weights: Tier) -> None:
+    def __init__(self, device: torch.device, weights: Tier, like: Resting | None = None) -> None:
         torch.manual_seed(0)
         self.device = device
         self.twin = nn.Parameter(torch.randn(NUMBERS, device=device))
@@ -44,13 +46,16 @@ class Resting:
         self.weight = nn.Parameter(self.twin.detach().clone())
         self.driver = OptimizerDriver(torch.optim.AdamW([self.weight], lr=0.1), {"weight": self.weight})
         self.block = BlockWeights(0, "block", [("weight", self.weight)])
-        self.comes, self.leaves = (devices.of(device).new_stream(device) for _ in range(2))
+        streams = tuple(devices.of(device).new_stream(device) for _ in range(2))
+        self.comes, self.leaves = streams if like is None else (like.comes, like.leaves)
         self.homes: list[MemoryHome] = []
         self.block.move_in(self._home(self.block.nbytes, weights), None)
         self.gradients = GradientHomes([self.block], {}, keeps_norms=False)
         self.states = BlockStates(self.block, {"weight": self.driver.state_layout("weight", torch.float32)})
         self.states.home = self._home(self.states.nbytes, Tier.HOST)
         self.worker = UpdateWorker(PieceUpdates(self.driver, {0: self.states}, self.gradients))
+        if like is not None:
+            self.worker._streams, self.worker._last_writes = like.worker._streams, like.worker._last_writes
 
     def _home(self, nbytes: int, tier: Tier) -> MemoryHome:
         self.homes.append(MemoryHome(nbytes, tier=tier, device=self.device, stream=self.comes, writes=self.leaves))
@@ -130,6 +135,86 @@ def test_the_callers_stream_waits_for_no_copy_of_an_update_before_it_asks_for_it
         torch.accelerator.current_stream(resting.device).synchronize()
         whole_s = clock() - began_s - computed_s
     assert beside_s < 0.6 and whole_s > 1.0
+
+
+def test_the_last_writes_of_an_update_hold_up_no_read_of_the_next(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads take no time here, and writes two seconds: the second update has read while the first one writes."""
+    if device.type != "late":
+        pytest.skip("copies of a CUDA device take a time that others change")
+    from accelerator import late
+
+    first = Resting(device, Tier.DEVICE)
+    second = Resting(device, Tier.DEVICE, like=first)
+    for one in (first, second):
+        one.end(one.begin())
+    copies: list[tuple[bool, torch.Event]] = []
+    copy = MemoryHome._copy
+
+    def noted(self: MemoryHome, *given: Any, is_read: bool) -> Any:
+        found = copy(self, *given, is_read=is_read)
+        assert isinstance(found, StreamCopy)
+        copies.append((is_read, found.event))
+        return found
+
+    monkeypatch.setattr(MemoryHome, "_copy", noted)
+    with late.links(1e12, float(NUMBERS * 4), pace="slept"):
+        earlier = first.begin()
+        earlier._done.wait()  # all of it is enqueued
+        writes = [event for is_read, event in copies if not is_read]
+        copies.clear()
+        later = second.begin()
+        later._done.wait()
+        for event in [event for is_read, event in copies if is_read]:
+            event.synchronize()
+        assert writes and not writes[-1].query()
+        found = first.end(earlier), second.end(later)
+        torch.accelerator.synchronize(device)
+    assert torch.equal(found[0], found[1])
+    for one in (first, second):
+        one.close()
+
+
+def test_small_parameters_are_updated_together(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where pieces travel: no group has more elements than the block's largest piece, and the bits are those of plain PyTorch."""
+    monkeypatch.setattr("memfit.homes.update_pieces.PIECE_ELEMENTS", 512)
+    groups: list[list[tuple[str, int]]] = []
+    whole = PieceUpdates.groups
+
+    def noted(self: PieceUpdates, block: BlockWeights) -> Any:
+        found = list(whole(self, block))
+        groups.extend([(piece.slot.name, piece.count) for piece in group] for group in found)
+        return found
+
+    monkeypatch.setattr(PieceUpdates, "groups", noted)
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(3)]
+        model = nn.Sequential(*layers).to(device)
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        return model, torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+    batch = torch.randn(4, 32, device=device)
+    plain, optimizer = parts()
+    found, of_job = parts()
+    profile = memfit.profile(found, of_job, loss_of, batch)
+    plan = Plan(blocks={block.name: BlockPlan(state_home=Tier.HOST) for block in profile.blocks})
+    with memfit.fit(found, of_job, loss_of, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(3):
+            job.step(batch)
+            optimizer.zero_grad()
+            loss_of(plain, batch).backward()
+            optimizer.step()
+    same = [torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True)]
+    assert same == [True] * len(same)
+    joined = [group for group in groups if len(group) > 1]
+    assert joined and all(sum(count for _, count in group) <= 512 for group in groups)
+    assert {name.split(".")[-1] for group in joined for name, _ in group} == {"weight", "bias"}
 
 
 def test_an_update_that_depends_on_what_the_caller_still_enqueues_stays_in_its_order(resting: Resting) -> None:

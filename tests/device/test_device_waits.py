@@ -332,6 +332,9 @@ class Worker:
     def wait(self) -> None:
         self._log.append("updated")
 
+    def catch_up(self) -> None:
+        self._log.append("caught up")
+
 
 def update_phase(log: list[str], *, fails: bool = False) -> UpdatePhase:
     gradients: Any = Gradients(log, fails=fails)
@@ -361,7 +364,7 @@ def test_gradients_are_cleared_and_a_step_ends_after_the_updates() -> None:
     assert log[-2:] == ["updated", "clear"]
     it.update(0)
     it.do(Commit())
-    assert log[-1] == "updated"
+    assert log[-2:] == ["updated", "caught up"]
 
 
 def test_an_update_changes_nothing_before_its_gate_opens() -> None:

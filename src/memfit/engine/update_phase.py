@@ -70,6 +70,8 @@ class UpdatePhase:
                 # Behind the late ones, which it waits for too.
                 for b in tuple(self._updating):
                     self.wait(b)
+                if self._updates is not None:
+                    self._updates.catch_up()
 
     def update(self, b: int, place: UpdatePlace = UpdatePlace.BESIDE, after: TransferHandle = DONE) -> None:
         """Begins the update of a block; with `UpdatePlace.AT_ONCE` it is done when this

@@ -35,6 +35,11 @@ class StreamCopy(TransferHandle):
         self._event = event
         self._keep: tuple[torch.UntypedStorage, ...] = keep
 
+    @property
+    def event(self) -> torch.Event:
+        """Recorded behind the copy; who waits for it alone leaves the storages kept."""
+        return self._event
+
     def wait(self) -> None:
         """Orders the device's current stream behind the copy."""
         device = self._stream.device  # the copy's own: the thread's current device may be another

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit import devices
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.tiers import Tier
 from memfit.homes.gradients import GradientHomes, GradientPiece
@@ -131,17 +132,24 @@ class PieceUpdates:
 
     def groups(self, block: BlockWeights) -> Iterator[tuple[UpdatePiece, ...]]:
         """Yields the pieces of `cut`, those together that one step of the optimizer's class
-        updates: whole parameters of a block all of which rests where it is updated.
+        updates: whole parameters of a block all of which rests where it is updated, or is updated
+        by an accelerator.
 
-        Temporary memory is that of the largest one: the class takes them one by one, or else the
-        elements of a group are not more than those of that one.
+        Memory: of what comes and goes, that of the largest piece. So is the temporary memory: the
+        class takes parameters one by one, or else the elements of a group are not more than those
+        of that piece.
         """
         pieces = list(self.cut(block))
-        # Pieces that come are read one ahead of the one that is updated: a group would hold more.
-        if len(pieces) < 2 or not self._is_resident(block):
+        if not self._is_resident(block):
             # The largest parameters first: behind a large piece and two small ones the next large
             # one would not be read until the first was home.
             pieces.sort(key=lambda piece: -len(piece.slot.held))
+        # An accelerator's piece waits for what the one before the last takes home: many small ones
+        # would each wait behind a large one. Pinned memory has room for three pieces.
+        is_joined = self._is_resident(block) or (
+            devices.is_accelerator(block.update_device) and not block.updates_on_host
+        )
+        if len(pieces) < 2 or not is_joined:
             yield from ((piece,) for piece in pieces)
             return
         most = max(piece.count for piece in pieces)
@@ -265,16 +273,19 @@ class PieceUpdates:
         if len(group) == 1:
             return self.apply(block, group[0])
         numbers = self._states[block.index].numbers
+        gradients = [self._gradients.finish_piece(coming.gradient) for coming in group]
+        for coming in group:
+            coming.ready.wait()
+            coming.state.ready.wait()
         lent = [
             (
                 coming.piece.slot.name,
                 coming.weight,
-                self._gradients.finish_piece(coming.gradient),
+                gradient,
                 {**numbers.get(coming.piece.slot.name, {}), **coming.state.values()},
             )
-            for coming in group
+            for coming, gradient in zip(group, gradients, strict=True)
         ]
-        # Nothing was waited for: what rests here has neither to come nor to go.
         found = self._driver.update_together(lent)
         return [h for coming, new in zip(group, found, strict=True) for h in self._keep(block, coming, new)]
 

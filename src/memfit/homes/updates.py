@@ -35,7 +35,9 @@ the first piece comes before that event. Memory of pieces comes and goes on that
 accelerator torch keeps what it has freed by stream, so only updates in pieces of a few MiB are made
 so, and what a piece would else have to make of a whole gradient the caller makes. Step counts of
 optimizers that keep them on the device are lent to the caller's stream. Updates that need whole
-parameters stay in the caller's stream.
+parameters stay in the caller's stream. An update does not end with a wait for its last writes: the
+first read of the next block's would wait as well. Whoever waits for the handle waits for them; the
+stream does behind the first kernels of the next update, and until then their memory stays.
 """
 
 from __future__ import annotations
@@ -45,13 +47,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from memfit import devices
 from memfit.homes.home import DONE, TransferGroup, TransferHandle
+from memfit.homes.memory import StreamCopy
 from memfit.homes.update_pieces import Coming, PieceUpdates
 from memfit.homes.weights import BlockWeights
 
@@ -87,14 +90,16 @@ class UpdateHandle(TransferHandle):
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._sent: tuple[torch.device, torch.Event] | None = None
+        self._sent: tuple[torch.device, list[torch.Event]] | None = None
 
-    def finish(self, error: BaseException | None = None, sent: tuple[torch.device, torch.Event] | None = None) -> None:
+    def finish(
+        self, error: BaseException | None = None, sent: tuple[torch.device, list[torch.Event]] | None = None
+    ) -> None:
         """Ends the handle; called by the worker.
 
         Args:
             error: the error that ended the update, or None.
-            sent: a device, and the event behind what an update has enqueued to it on a stream of
+            sent: a device, and events behind all that an update has enqueued to it on streams of
                 its own.
         """
         # Both before the event: whoever wakes up reads them without a lock.
@@ -118,8 +123,9 @@ class UpdateHandle(TransferHandle):
         if self._sent is not None:
             # The worker's copies went to a stream of the updates' own: what is enqueued next must
             # see the new weights.
-            device, event = self._sent
-            devices.of(device).current_stream(device).wait_event(event)
+            device, events = self._sent
+            for event in events:
+                devices.of(device).current_stream(device).wait_event(event)
         if self._error is not None:
             raise self._error
 
@@ -139,6 +145,7 @@ class UpdateWorker:
         # Of updates by the device (False) and by the host (True): behind what they wait for, and
         # nothing else.
         self._streams: dict[bool, torch.Stream] = {}
+        self._last_writes = _LastWrites()
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
@@ -170,7 +177,11 @@ class UpdateWorker:
                     self.note_updated(block.index)
                     return DONE
         job = _SubmittedUpdate(
-            self._pieces, block, after, self._stream_of(block, may_overtake=is_beside and after is DONE)
+            self._pieces,
+            block,
+            after,
+            self._last_writes,
+            self._stream_of(block, may_overtake=is_beside and after is DONE),
         )
         if not job.is_left:
             job.handle.finish()
@@ -211,6 +222,10 @@ class UpdateWorker:
         ident = None if self._thread is None else self._thread.ident
         return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
 
+    def catch_up(self) -> None:
+        """Lets go of what the last updates' writes read; all handles have been waited for."""
+        self._last_writes.catch_up()
+
     def close(self) -> None:
         """Ends the thread after the updates that were submitted, and lets go of memory that was
         lent.
@@ -219,7 +234,32 @@ class UpdateWorker:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        self.catch_up()
         self._pieces.forget_standing()
+
+
+class _LastWrites:
+    """Writes of an update that its own stream is not yet ordered behind: what they read stays."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+        self._writes: list[StreamCopy] = []
+
+    def put(self, stream: torch.Stream, writes: Iterable[StreamCopy]) -> None:
+        """Adds writes of an update in this stream."""
+        self._stream = stream
+        self._writes += writes
+
+    def take(self) -> list[StreamCopy]:
+        """Returns all, to be waited for in their stream."""
+        found, self._writes = self._writes, []
+        return found
+
+    def catch_up(self) -> None:
+        """Orders their stream behind them."""
+        if self._stream is not None and self._writes:
+            with devices.of(self._stream.device).on(self._stream):
+                TransferGroup(self.take()).wait()
 
 
 class _SubmittedUpdate:
@@ -230,9 +270,11 @@ class _SubmittedUpdate:
         pieces: PieceUpdates,
         block: BlockWeights,
         after: TransferHandle,
+        last_writes: _LastWrites,
         own_stream: torch.Stream | None = None,
     ) -> None:
         self.handle = UpdateHandle()
+        self._last_writes = last_writes
         self._pieces = pieces
         self._block = block
         self._after = after
@@ -259,6 +301,11 @@ class _SubmittedUpdate:
     def is_left(self) -> bool:
         """True if the reading of a piece has not begun."""
         return bool(self._left)
+
+    @property
+    def _is_beside_the_caller(self) -> bool:
+        """True if the device makes the update, in a stream of its own."""
+        return self._behind is not None and not self._block.updates_on_host
 
     def _in_order(self) -> AbstractContextManager[None]:
         """Context in which work goes to the update's stream: its own, or that of the thread that
@@ -303,6 +350,8 @@ class _SubmittedUpdate:
                     self._behind.synchronize()
                 # The piece before goes home and the next ones come while this one is computed.
                 before, self._leaving = self._leaving, self._pieces.apply_together(self._block, coming)
+                if self._is_beside_the_caller:
+                    before = [*self._last_writes.take(), *before]
                 TransferGroup(before).wait()
         except BaseException as error:  # noqa: BLE001, as above
             self._end(error)
@@ -318,15 +367,19 @@ class _SubmittedUpdate:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._left.clear()
+        writes: list[StreamCopy] = []
+        if self._is_beside_the_caller and error is None:
+            writes = [one for one in self._leaving if isinstance(one, StreamCopy)]
         try:
             with self._in_order():
-                TransferGroup(self._leaving).wait()
+                TransferGroup([one for one in self._leaving if one not in writes]).wait()
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
         self._leaving = []
         sent = None
         if self._behind is not None and self._stream is not None:
-            sent = self._block.device, self._stream.record_event()
+            sent = self._block.device, [self._stream.record_event(), *(one.event for one in writes)]
+            self._last_writes.put(self._stream, writes)
             if self._caller is not None and not self._block.updates_on_host:
                 # Whoever reads the optimizer's states does it on the caller's stream.
                 self._pieces.lend_numbers(self._block, self._caller)

@@ -10,7 +10,8 @@ the next one comes and the one before it leaves, also from one block to the next
 there are at once: what leaves of one piece, all of the next, and what comes of the one after it.
 What rests on the device, and the weights of a block that visits, are worked on where they lie and
 take nothing. An update on the host has its pieces there, and what rests there takes nothing;
-weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`).
+weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`). In a
+stream of the updates' own what leaves last stays until the next update, or to the step's end.
 
 [Note: states made beside their home]
 A parameter has no states before its first update: the optimizer's class makes them, wherever it
@@ -25,13 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile
 from memfit.core.shares import Share
 from memfit.core.state_formats import records_of
-from memfit.core.tiers import Tier
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.update_profile import UpdateProfile
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.sizes import cut_of
@@ -73,15 +75,18 @@ class PieceRow:
         first_bytes: held while the first one is worked on, beside what leaves of one before it.
         later_bytes: the most that is held while one of the others is, but for what comes behind the
             last one.
+        lasting_bytes: what leaves of the last one, where that stays when the update has been waited
+            for, until the next one's first piece has been worked on or the step ends.
     """
 
     pieces: tuple[PieceBytes, ...]
     first_bytes: int
     later_bytes: int
+    lasting_bytes: int
 
     @classmethod
-    def of(cls, pieces: Sequence[PieceBytes]) -> PieceRow | None:
-        """Returns a row; None of no pieces."""
+    def of(cls, pieces: Sequence[PieceBytes], *, lasts: bool) -> PieceRow | None:
+        """Returns a row; None of no pieces. `lasts`: what leaves last stays for a while."""
         if not pieces:
             return None
         held = [
@@ -89,7 +94,12 @@ class PieceRow:
             for piece, after in zip(pieces, (*pieces[1:], None), strict=True)
         ]
         later = [before.leaving + nbytes for before, nbytes in zip(pieces, held[1:], strict=False)]
-        return cls(pieces=tuple(pieces), first_bytes=held[0], later_bytes=max(later, default=0))
+        return cls(
+            pieces=tuple(pieces),
+            first_bytes=held[0],
+            later_bytes=max(later, default=0),
+            lasting_bytes=pieces[-1].leaving if lasts else 0,
+        )
 
 
 class UpdatePieces:
@@ -133,7 +143,9 @@ class UpdatePieces:
                 self._plan,
                 name,
                 whole,
-                lambda: PieceRow.of(self._pieces_of(block, updates, is_here=is_here)),
+                lambda: PieceRow.of(
+                    self._pieces_of(block, updates, is_here=is_here), lasts=self._lasts(block, updates)
+                ),
                 like=self._known.alike(self._profile, name),
             )
         return self._found[key]
@@ -142,12 +154,29 @@ class UpdatePieces:
         profile = self._profile.blocks[block]
         # The largest first, as updates take them where anything comes or goes.
         held = sorted(zip(profile.parameters, self._held(profile), strict=True), key=lambda pair: -pair[1])
-        return tuple(
-            self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
-            for parameter, numel in held
-            if parameter.name in updates and parameter.requires_grad
-            for elements in _cut(numel, updates[parameter.name])
-        )
+        is_joined = self.place(block) is Tier.DEVICE and not is_processor(self._device)
+        found: list[_Sized] = []
+        for parameter, numel in held:
+            if parameter.name in updates and parameter.requires_grad:
+                update = updates[parameter.name]
+                cut = _cut(numel, update)
+                found += [
+                    _Sized(
+                        self._piece(profile, parameter, update, elements, is_here=is_here),
+                        elements,
+                        is_joined and len(cut) == 1 and not update.needs_whole,
+                    )
+                    for elements in cut
+                ]
+        return tuple(_together(found))
+
+    def _lasts(self, block: int, updates: Mapping[str, UpdateProfile]) -> bool:
+        """Tells whether an accelerator makes a block's update in a stream of the updates' own."""
+        trained = [
+            updates[p.name] for p in self._profile.blocks[block].parameters if p.requires_grad and p.name in updates
+        ]
+        is_beside = self.place(block) is Tier.DEVICE and not is_processor(self._device)
+        return is_beside and not any(update.needs_whole for update in trained)
 
     def _held(self, block: BlockProfile) -> Sequence[int]:
         """Returns how many elements of each parameter a rank updates: the rank that has most of
@@ -219,6 +248,38 @@ class UpdatePieces:
         return PieceBytes(coming=coming, working=working, leaving=leaving)
 
 
+class _Sized(NamedTuple):
+    """A piece and its elements; whether it may be updated together with others."""
+
+    piece: PieceBytes
+    elements: int
+    may_join: bool
+
+
+def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
+    """Joins neighbours as updates do (`homes.update_pieces.PieceUpdates.groups`): not more elements
+    than the largest piece has.
+    """
+    most = max((one.elements for one in pieces), default=0)
+    found: list[PieceBytes] = []
+    elements = most
+    for one in pieces:
+        if one.may_join and elements + one.elements <= most:
+            elements += one.elements
+            before, piece = found.pop(), one.piece
+            found.append(
+                PieceBytes(
+                    coming=before.coming + piece.coming,
+                    working=before.working + piece.working,
+                    leaving=before.leaving + piece.leaving,
+                )
+            )
+        else:
+            found.append(one.piece)
+            elements = one.elements if one.may_join else most
+    return found
+
+
 def _cut(numel: int, update: UpdateProfile) -> Sequence[int]:
     """Elements of the pieces of so many elements of a parameter; of whole ones, all alike, three at
     most.
@@ -241,6 +302,7 @@ class Line:
         self._waiting: list[tuple[int, bool]] = []
         # By place: the last piece that was submitted, and what leaves of the one before it.
         self._last: dict[Tier, tuple[PieceBytes, int]] = {}
+        self._lasting_bytes = 0
         self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
@@ -250,18 +312,25 @@ class Line:
 
     def wait(self, block: int) -> None:
         """Ends a block's update, and with it those that began before."""
-        for index, (waiting, _) in enumerate(self._waiting):
+        for index, (waiting, is_here) in enumerate(self._waiting):
             if waiting == block:
+                row = self._pieces.of(block, is_here=is_here)
+                if row is not None and row.lasting_bytes:
+                    self._lasting_bytes = row.lasting_bytes
                 self._restart(self._waiting[index + 1 :])
                 return
 
     def wait_for_all(self) -> None:
-        """Ends all updates."""
+        """Ends all updates, and what lasts of them."""
+        self._lasting_bytes = 0
         self._restart([])
 
     def _restart(self, left: list[tuple[int, bool]]) -> None:
         self._waiting, self._last = [], {}
         self.peak_bytes = dict.fromkeys(self.peak_bytes, 0)
+        if self._lasting_bytes:
+            self._last[Tier.DEVICE] = PieceBytes(coming=0, working=0, leaving=self._lasting_bytes), 0
+            self.peak_bytes[Tier.DEVICE] = self._lasting_bytes
         for block, is_here in left:
             self.submit(block, is_here=is_here)
 
