@@ -30,6 +30,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.planning import widening
+from memfit.planning.ahead import Ahead
 from memfit.planning.candidates import Candidate, MasterForms
 from memfit.planning.mixed_units import Mixture, find_units, mixed_plan
 from memfit.planning.planner import choose_plan
@@ -110,8 +111,9 @@ def search(profile: Profile, layers: int, prefetch: int, limit: int) -> tuple[fl
         "find_units": lambda _: units,
         "list_homes": lambda _: HOMES_OF[layers],
         "list_policies": lambda *_: POLICIES,
-        "PREFETCH": prefetch,
+        "AHEAD": Ahead(prefetch=prefetch, backlog=1),
         "BUFFERS_AHEAD": (prefetch,),
+        "BACKLOGS": (1,),
     }
     with mock.patch.multiple(widening, **menus):
         found = widening.search_mixed(known, asked, itertools.count(len(listed)))

@@ -43,6 +43,7 @@ def drawn_plan(draw: random.Random, ranks: int) -> Plan:
         update=update,
         tail=draw.choice((None, 5)),
         prefetch=draw.choice((1, 2, 3)),
+        update_backlog=draw.choice((0, 1, 1, 2, 3)),
         is_atomic=draw.random() < 0.2,
     )
 
@@ -50,7 +51,7 @@ def drawn_plan(draw: random.Random, ranks: int) -> Plan:
 def disagreeing(draw: random.Random, plan: Plan) -> Plan:
     """The plan of a rank that decides one thing otherwise."""
     other = drawn_plan(random.Random(draw.random()), plan.ranks)
-    field = draw.choice(("microbatches", "order", "update", "tail", "prefetch", "calls", "blocks"))
+    field = draw.choice(("microbatches", "order", "update", "tail", "prefetch", "update_backlog", "calls", "blocks"))
     return replace(plan, **{field: getattr(other, field)})
 
 

@@ -430,6 +430,7 @@ def random_plans(draw: st.DrawFn, profile: Profile, microbatches: int, away: Seq
         "tail": tail,
         "update": draw(st.sampled_from(UpdateTime)),
         "prefetch": draw(st.integers(0, 4)),
+        "update_backlog": draw(st.sampled_from((1, 0, 2, 3, 5))),
     }
     plan = Plan(**settings, is_atomic=draw(st.booleans()))
     names = [block.name for block in profile.blocks]

@@ -86,6 +86,7 @@ def _plan(draw: Any, profile: Profile, calls: int) -> Plan:
         tail=draw(st.one_of(st.none(), st.integers(0, calls - 1))),
         update=draw(st.sampled_from(UpdateTime)),
         prefetch=draw(st.integers(0, 3)),
+        update_backlog=draw(st.integers(0, 4)),
     )
 
 

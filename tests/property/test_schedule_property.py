@@ -192,7 +192,7 @@ def test_every_byte_that_a_step_brings_is_gone_when_it_ends(case: Case) -> None:
 
 @given(case=cases())
 def test_unused_visitors_stay_within_the_plans_prefetch(case: Case) -> None:
-    """At each compute action, blocks there for another action are at most `prefetch` segments' worth."""
+    """At each compute action, blocks there for another action are at most `prefetch` segments' worth, or those whose updates run."""
     schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
     calls = schedule.calls
     tail = case.plan.tail if case.plan.order is Order.LAYER_MAJOR and case.plan.microbatches > 1 else None
@@ -206,7 +206,10 @@ def test_unused_visitors_stay_within_the_plans_prefetch(case: Case) -> None:
             present.discard(action.block)
         elif isinstance(action, Forward | Backward):
             span = calls[tail:] if tail is not None and action.first >= tail else calls[action.first : action.last + 1]
-            assert len(present - {b for c in span for b in c.blocks}) <= case.plan.prefetch * largest
+            assert (
+                len(present - {b for c in span for b in c.blocks})
+                <= max(case.plan.prefetch, case.plan.backlog) * largest
+            )
 
 
 @given(case=cases())
@@ -233,6 +236,7 @@ def shaped(draw: Any, profile: Profile) -> Plan:
         tail=draw(st.one_of(st.none(), st.integers(0, calls - 1))),
         update=draw(st.sampled_from(UpdateTime)),
         prefetch=draw(st.integers(0, 3)),
+        update_backlog=draw(st.integers(0, 3)),
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from memfit.planning.ahead import Ahead
 from memfit.planning.chain import chain_bound_s, clock_bound_s, frame_bound_s
 from memfit.planning.chain_flows import COMPUTE, flows_of
 from memfit.planning.chain_prices import ChainPrices
@@ -103,12 +104,13 @@ def test_a_bound_above_a_known_plan_is_none() -> None:
     """A judge whose plans are said to take nothing shows the program to be wrong."""
     judge = judge_of(Plan(prefetch=2), layers=2)
     policies, homes = (CallPlan(), RECOMPUTE), (BlockPlan(), AWAY)
-    assert frame_bound_s({2: judge}, 2, policies, homes) > 0
+    ahead = Ahead.said_by(judge.frame)
+    assert frame_bound_s({ahead: judge}, ahead, policies, homes) > 0
     kept = uniform(judge.units, CallPlan(), BlockPlan())
     known = judge(kept)
     quick = replace(known.built, cost=replace(known.built.cost, seconds=1e-9))
     judge.judged[kept] = replace(known, built=quick)
-    assert frame_bound_s({2: judge}, 2, policies, homes) == 0.0
+    assert frame_bound_s({ahead: judge}, ahead, policies, homes) == 0.0
 
 
 def test_flows_hold_all_that_lanes_do() -> None:

@@ -124,6 +124,7 @@ def test_differences_are_all_that_differs(seed: int) -> None:
         return Plan(
             microbatches=drawn.choice((1, 2)),
             prefetch=drawn.choice((0, 1)),
+            update_backlog=drawn.choice((1, 2)),
             blocks={f"h.{i}": drawn.choice(homes) for i in range(3)},
             calls=tuple(drawn.choice(policies) for _ in range(3)),
         )
@@ -133,7 +134,7 @@ def test_differences_are_all_that_differs(seed: int) -> None:
     found = plan_differences(before, after)
     assert (found == ()) == (before == after)
     told = " ".join(one.where for one in found)
-    for name in ("microbatches", "prefetch"):
+    for name in ("microbatches", "prefetch", "update_backlog"):
         assert (name in told) == (getattr(before, name) != getattr(after, name))
     # Every field of every block and call that differs is named once for its group.
     wanted = {

@@ -116,6 +116,7 @@ def test_every_mixture_of_the_menus_is_a_legal_plan(data: st.DataObject, waits: 
         microbatches=2 if waits else 1,
         order=Order.MICROBATCH_MAJOR if waits else Order.LAYER_MAJOR,
         prefetch=data.draw(st.integers(0, 3)),
+        update_backlog=data.draw(st.integers(0, 3)),
     )
     plan = mixed_plan(frame, profile, find_units(profile), mixture)
     check_schedule(build_step(plan, profile, clips_norm=False), plan, profile)

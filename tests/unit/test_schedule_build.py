@@ -137,6 +137,26 @@ def test_updates_overlap_the_backward_below_and_without_prefetch_do_not() -> Non
     assert direct[at : at + 3] == ["update B2", "clear B2", "release B2"]
 
 
+@pytest.mark.parametrize("backlog", [0, 1, 2, 3, 9])
+def test_the_end_of_an_update_is_waited_for_as_many_actions_later_as_the_plan_says(backlog: int) -> None:
+    profile = chain_profile(length=6)
+    texts = built(Plan(blocks=away(profile), prefetch=4, update_backlog=backlog), profile)
+    for block in range(6):
+        between = texts[texts.index(f"update B{block}") : texts.index(f"clear B{block}")]
+        assert sum(text.startswith("backward") for text in between) == min(backlog, block)
+        assert texts.index(f"release B{block}", texts.index(f"update B{block}")) > texts.index(f"clear B{block}")
+
+
+def test_an_update_on_the_host_begins_an_action_later_whatever_the_backlog() -> None:
+    profile = chain_profile(length=6)
+    there = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+    for backlog in (1, 2, 5):
+        texts = built(Plan(blocks={b.name: there for b in profile.blocks}, update_backlog=backlog), profile)
+        for block in range(1, 6):
+            between = texts[texts.index(f"accumulate B{block}") : texts.index(f"update B{block}")]
+            assert sum(text.startswith("backward") for text in between) == 1
+
+
 def test_an_update_never_precedes_a_backward_that_reads_the_weights() -> None:
     """A block read by two calls of which one has no gradient: its replay in a joined segment still reads it."""
     profile = chain_profile(length=3)

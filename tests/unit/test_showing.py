@@ -30,6 +30,7 @@ PLANS = st.builds(
     update=st.sampled_from(list(UpdateTime)),
     is_atomic=st.booleans(),
     prefetch=st.integers(0, 3),
+    update_backlog=st.integers(0, 3),
     loss_chunk_tokens=st.none() | st.integers(1, 99),
 )
 

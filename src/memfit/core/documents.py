@@ -201,3 +201,17 @@ def _finite(text: str) -> float:
     if value - value != 0.0:
         raise ValueError(f"{text[:40]} is too large for a number of the format")
     return value
+
+
+def object_in(what: str, value: object) -> dict[str, object]:
+    """Returns a value that must be a JSON object. Raises `TypeError` if it is not."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{what} must be a JSON object, not {type(value).__name__}")
+    return cast("dict[str, object]", value)
+
+
+def list_in(what: str, value: object) -> list[object]:
+    """Returns a value that must be a JSON list. Raises `TypeError` if it is not."""
+    if not isinstance(value, list):
+        raise TypeError(f"{what} must be a JSON list, not {type(value).__name__}")
+    return cast("list[object]", value)

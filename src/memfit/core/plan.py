@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 from memfit.core.aliases import own_field, own_word
-from memfit.core.documents import parse_json
+from memfit.core.documents import list_in, object_in, parse_json
 from memfit.core.errors import PlanError
 from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.hashing import hash_once, without_hash
@@ -174,6 +174,9 @@ class Plan:
         is_atomic: an interrupted step leaves the previous state; otherwise updates are in place,
             and an interruption leaves blocks of two steps.
         prefetch: number of blocks that may be fetched ahead of the running one (1: two buffers).
+        update_backlog: compute actions beside which an update may run until its end is waited for;
+            for so long its gradient, and weights that visit, stay. Without `prefetch` there are
+            none.
         loss_chunk_tokens: tokens in a chunk of a known loss; None: the loss runs as the user wrote
             it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
@@ -197,6 +200,7 @@ class Plan:
     update: UpdateTime = UpdateTime.IN_BACKWARD
     is_atomic: bool = False
     prefetch: int = 1
+    update_backlog: int = 1
     loss_chunk_tokens: int | None = None
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN
     splits_masters: bool = False
@@ -207,7 +211,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         _take_words(self)
-        counts = (self.microbatches, self.prefetch, self.tail or 0, self.loss_chunk_tokens or 0)
+        counts = (
+            self.microbatches,
+            self.prefetch,
+            self.update_backlog,
+            self.tail or 0,
+            self.loss_chunk_tokens or 0,
+        )
         if any(abs(count) > _LARGEST for count in counts):
             raise PlanError(f"a plan counts microbatches, calls and tokens up to {_LARGEST}")
         if not 1 <= self.ranks <= _LARGEST:
@@ -216,6 +226,8 @@ class Plan:
             raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
         if self.prefetch < 0:
             raise PlanError(f"prefetch counts visits ahead and cannot be {self.prefetch}")
+        if self.update_backlog < 0:
+            raise PlanError(f"update_backlog counts compute actions and cannot be {self.update_backlog}")
         if self.splits_masters and self.compute_dtype is not ComputeDtype.BFLOAT16:
             raise PlanError("there are no masters to split: splits_masters needs compute_dtype='bfloat16'")
         if self.drops_masters and (self.compute_dtype is not ComputeDtype.BFLOAT16 or self.splits_masters):
@@ -263,6 +275,13 @@ class Plan:
         finite.
         """
         return self.compute_dtype.scales_losses
+
+    @property
+    def backlog(self) -> int:
+        """Returns the compute actions beside which updates run until their ends are waited for. The
+        only place where that is decided.
+        """
+        return self.update_backlog if self.prefetch else 0
 
     @property
     def cut_tail(self) -> int | None:
@@ -398,15 +417,15 @@ class Plan:
                 f"the plan is not JSON ({error}): give what Plan.to_json() writes, a path to it, or the name of a technique"
             ) from error
         try:
-            raw = _object("the plan", read)
+            raw = object_in("the plan", read)
             _check_format(raw.pop("format", None))
             blocks = {
-                name: BlockPlan(**_values(BlockPlan, _object(f"blocks[{name!r:.80}]", block)))
-                for name, block in _object("blocks", raw.pop("blocks", {})).items()
+                name: BlockPlan(**_values(BlockPlan, object_in(f"blocks[{name!r:.80}]", block)))
+                for name, block in object_in("blocks", raw.pop("blocks", {})).items()
             }
             calls = tuple(
-                CallPlan(**_values(CallPlan, _object(f"calls[{index}]", call)))
-                for index, call in enumerate(_list(raw.pop("calls", [])))
+                CallPlan(**_values(CallPlan, object_in(f"calls[{index}]", call)))
+                for index, call in enumerate(list_in("calls", raw.pop("calls", [])))
             )
             decided = _values(cls, raw)
             decided.update(blocks=blocks, calls=calls)
@@ -449,18 +468,6 @@ _OPTIONAL = {"tail", "loss_chunk_tokens"}
 def _check_format(found: object) -> None:
     if found != PLAN_FORMAT:
         raise ValueError(f'it must say "format": {PLAN_FORMAT}')
-
-
-def _object(what: str, value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{what} must be a JSON object, not {type(value).__name__}")
-    return cast("dict[str, object]", value)
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"calls must be a JSON list, not {type(value).__name__}")
-    return cast("list[object]", value)
 
 
 def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from typing import Any
 from memfit.core.plan import BlockPlan, CallPlan
 from memfit.core.tiers import Tier
 from memfit.core.timeline import for_updates
+from memfit.planning.ahead import Ahead
 from memfit.planning.chain_flows import BEFORE, COMPUTE, UPDATES, Queue
 from memfit.planning.chain_prices import ChainPrices, PlacePrice
 from memfit.planning.mixed_units import Mixture
@@ -54,25 +55,27 @@ _Terms = list[tuple[int, float]]
 
 
 def frame_bound_s(
-    judges: Mapping[int, Judge], ahead: int, policies: Sequence[CallPlan], homes: Sequence[BlockPlan]
+    judges: Mapping[Ahead, Judge], ahead: Ahead, policies: Sequence[CallPlan], homes: Sequence[BlockPlan]
 ) -> float:
-    """Returns the program's seconds for one frame, with as many blocks fetched ahead as in the best
-    mixture that is known. Where a mixture is known that takes less, byte prices did not add up:
+    """Returns the program's seconds for one frame, going as far ahead as the best mixture that is
+    known. Where a mixture is known that takes less, byte prices did not add up:
     then it is 0, no bound.
 
     Args:
-        judges: of the frame's mixtures, by blocks fetched ahead.
+        judges: of the frame's mixtures, by how far these go ahead.
         ahead: of the frame, for where no mixture fits.
         policies: options of calls.
         homes: options of blocks.
     """
     fitting = [
-        (judged.built.cost.seconds, prefetch)
-        for prefetch, judge in judges.items()
+        (judged.built.cost.seconds, known)
+        for known, judge in judges.items()
         for judged in judge.judged.values()
         if judged.built.fits
     ]
-    best_s, best_ahead = min(fitting, default=(math.inf, ahead))
+    best_s, best_ahead = min(
+        fitting, key=lambda one: (one[0], one[1].prefetch, one[1].backlog), default=(math.inf, ahead)
+    )
     question = judges[best_ahead].question
     prices = ChainPrices(judges[best_ahead], policies, homes)
     found_s = chain_bound_s(prices, question.budget.tensor_bytes, question.limits)

@@ -129,6 +129,9 @@ def _step_choices(plan: Plan) -> Iterator[tuple[str, int, str, str, Plan]]:
     if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()) and plan.prefetch > 0:
         meaning = f"up to {plan.prefetch} blocks' weights come while another one computes"
         yield "the step", 1, f"{plan.prefetch + 1} buffers for weights", meaning, replace(plan, prefetch=0)
+    if plan.backlog > 1:
+        meaning = f"an update's end is waited for {plan.backlog} compute actions later; until then its gradient stays"
+        yield "the step", 1, f"updates {plan.backlog} actions behind", meaning, replace(plan, update_backlog=1)
 
 
 def _meaning_of_policy(policy: CallPlan) -> str:

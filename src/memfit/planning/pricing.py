@@ -186,7 +186,7 @@ class PlanQuestion:
     def _check_bytes(self, plan: Plan) -> int:
         # Of what calls do with their saved tensors only the disk's buffers are there in a forward.
         leaves = any(tier is not None and tier.traits.is_files for tier in self.known.shape(plan, self.profile).leaves)
-        key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters, leaves)
+        key = (tuple(plan.blocks.items()), plan.prefetch, plan.backlog, plan.splits_masters, plan.drops_masters, leaves)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
                 plan,

@@ -239,13 +239,14 @@ def describe_mixture(plan: Plan, units: Units, mixture: Mixture) -> str:
     count = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
     turns = " layer by layer" if plan.microbatches > 1 and plan.order == "layer-major" else ""
     buffers = {0: ", one buffer", 1: ""}.get(plan.prefetch, f", {plan.prefetch + 1} buffers")
+    backlog = "" if plan.backlog <= 1 else f", updates {plan.backlog} actions behind"
     masters = ", masters split" if plan.splits_masters else ", no masters" if plan.drops_masters else ""
     policies = _counted([describe_policy(p) for p in mixture.policies])
     homes = _counted([describe_homes(h) for h in mixture.homes]) if any(units.blocks) else ""
     ends = "".join(
         f"; {', '.join(names)}: {describe_homes(place)}" for names, place in zip(units.ends, mixture.ends, strict=True)
     )
-    return f"{count}{turns}; {policies}{f'; {homes}' if homes else ''}{ends}{buffers}{masters}"
+    return f"{count}{turns}; {policies}{f'; {homes}' if homes else ''}{ends}{buffers}{backlog}{masters}"
 
 
 def describe_policy(policy: CallPlan) -> str:

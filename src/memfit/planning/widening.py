@@ -9,7 +9,9 @@ as any other plan: by the timeline of the lowered schedule. Where the judge find
 slot than there is room, the slot's room is taken to be so much smaller, and the program is solved
 again. It is solved with the disk and without, so that there are several mixtures to begin from.
 Around each, units are moved from one option to another, one group or two at a time, as long as the
-judge says that it gains; the best is polished unit by unit (`planning.polish`). The numbers of
+judge says that it gains; the best is polished unit by unit (`planning.polish`), with other numbers
+of buffers and a longer backlog of updates (`planning.ahead`), and what is looked for at the next
+limit goes as far ahead as the best. The numbers of
 frames, rounds and judged plans are bounded, and nothing depends on the clock: the same question has
 the same answer.
 
@@ -39,6 +41,7 @@ from dataclasses import dataclass, replace
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
+from memfit.planning.ahead import AHEAD, BACKLOGS, BUFFERS_AHEAD, Ahead, JudgesAhead
 from memfit.planning.chain import frame_bound_s
 from memfit.planning.limit_series import finer_by, series_of_limits
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
@@ -61,10 +64,6 @@ _MOST_UNIFORM, _PATIENCE = 15, 4
 _TOO_SLOW = 1.2
 # Where the series is not finer, it is polished at every so-manieth limit of the series.
 _POLISHED_EVERY = 3
-PREFETCH = 2
-"""Blocks fetched ahead in the frames of mixtures."""
-BUFFERS_AHEAD = (2, 1, 3, 4)
-"""The same as polishing tries them."""
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
 _STARTS = 4
@@ -191,7 +190,7 @@ def _frames(plans: Iterable[Plan]) -> list[tuple[Plan, Plan]]:
     """
     frames: list[tuple[Plan, Plan]] = []
     for plan in plans:
-        frame = replace(plan, blocks={}, calls=(), prefetch=PREFETCH)
+        frame = AHEAD.of(replace(plan, blocks={}, calls=()))
         if len(frames) < _FRAMES and all(frame != known for known, _ in frames):
             frames.append((frame, plan))
     return frames
@@ -216,7 +215,7 @@ class _FrameSearch:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._question = question = judge.question
-        self._judges = {judge.frame.prefetch: judge}
+        self._judges = JudgesAhead(judge)
         profile, frame = question.profile, judge.frame
         trace = next(iter(profile.traces.values()))
         may_update = not is_processor(question.hardware.device) and not profile.host_update_obstacle
@@ -230,8 +229,9 @@ class _FrameSearch:
         homes = list_homes(rules)
         policies = list_policies(trace, frozenset(judge.units.calls), question.tiers)
         self._prices: OptionPrices = judge.prices(policies, homes)
-        self._places: dict[int, PlacePrices] = {}
-        self._tried: dict[_Counts, None] = {}
+        self._places: dict[Ahead, PlacePrices] = {}
+        # By how far ahead: in the order in which they were tried.
+        self._tried: dict[Ahead, dict[_Counts, None]] = {}
         self._mixtures: dict[_Counts, Mixture] = {}
         self._spreads: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._known_s = math.inf
@@ -241,8 +241,7 @@ class _FrameSearch:
     def begin(self, question: PlanQuestion) -> None:
         """Asks with another limit from now on."""
         self._question = question
-        for judge in self._judges.values():
-            judge.within(question)
+        self._judges.within(question)
         room = ByteRoom(device=question.budget.tensor_bytes, slack={}, tiers=question.limits)
         self._table = PriceTable(self._prices, room)
         self._starts: list[_Counts] = []
@@ -255,6 +254,7 @@ class _FrameSearch:
             known_s: of plans that are known from elsewhere.
         """
         self._known_s = known_s
+        self._go_as_far_as_the_best()
         if (counts := self._counts_of(seed)) is not None:
             self._begin_from(counts)
         # First without the disk: what is slow alone hides its waits in its own slowness.
@@ -265,12 +265,28 @@ class _FrameSearch:
                 self._solve(weight, {**self._question.limits, **tiers})
         # From the best of all that are known, those of smaller limits among them, and from what was
         # found here: waits are what prices say least of.
-        fitting = [counts for counts in self._tried if self._try(counts).built.fits]
-        starts = [min(fitting, key=self._seconds_of)] if fitting else []
+        best = self._best_tried()
+        starts = [] if best is None else [best]
         before_s = self.best_s
         for start in dict.fromkeys([*starts, *sorted(self._starts, key=self._seconds_of)][:_STARTS]):
             self._move(start)
         self._moved_in_vain = 0 if self.best_s < before_s else self._moved_in_vain + 1
+
+    def _go_as_far_as_the_best(self) -> None:
+        """Judges from now on by mixtures that go as far ahead as the best that is known."""
+        if math.isinf(self.best_s):
+            return
+        before, (ahead, _) = self._best_tried(), self._judges.best
+        if ahead != Ahead.said_by(self._judge.frame):
+            self._judge = self._judges.of(ahead)
+            if before is not None:
+                self._begin_from(before)
+
+    def _best_tried(self) -> _Counts | None:
+        """Returns the best counts that fit, going as far ahead as now; None: none do."""
+        tried = tuple(self._tried.get(Ahead.said_by(self._judge.frame), ()))
+        fitting = [counts for counts in tried if self._try(counts).built.fits]
+        return min(fitting, key=self._seconds_of, default=None)
 
     def _seconds_of(self, counts: _Counts) -> float:
         return self._try(counts).built.weighed_s
@@ -282,15 +298,12 @@ class _FrameSearch:
     @property
     def judged(self) -> list[Judged]:
         """All plans that were judged."""
-        return [judged for judge in self._judges.values() for judged in judge.judged.values()]
+        return self._judges.judged
 
     @property
     def best_s(self) -> float:
         """Seconds of the best mixture that fits, as they are compared by; infinite: none does."""
-        return min((judged.built.weighed_s for judged in self.judged if self._is_taken(judged)), default=math.inf)
-
-    def _is_taken(self, judged: Judged) -> bool:
-        return judged.built.fits and self._question.allows(judged.built.priced)
+        return self._judges.best_s
 
     @property
     def bound_s(self) -> float:
@@ -305,7 +318,7 @@ class _FrameSearch:
         """
         policies = [option.value for option in self._prices.policies]
         homes = [option.value for option in self._prices.homes]
-        return max(bound_s, frame_bound_s(self._judges, self._judge.frame.prefetch, policies, homes))
+        return max(bound_s, frame_bound_s(self._judges.by_ahead, Ahead.said_by(self._judge.frame), policies, homes))
 
     def refine(self) -> None:
         """Tries other numbers of buffers for the best mixture, and polishes it; now and then only,
@@ -317,28 +330,19 @@ class _FrameSearch:
             self._left_out += 1
             return
         self._left_out = 0
-        best = min(
-            (j for j in self.judged if self._is_taken(j)), key=lambda j: (j.built.weighed_s, j.built.priced.index)
-        )
-        first = self._judge
+        ahead, start = self._judges.best
         for prefetch in BUFFERS_AHEAD:
-            if prefetch not in self._judges:
-                frame = replace(first.frame, prefetch=prefetch)
-                self._judges[prefetch] = Judge(self._question, frame, first.units, indices=first.indices)
-            self._judges[prefetch](best.mixture)
-        taken = [
-            (judged.built.weighed_s, prefetch, judged)
-            for prefetch, judge in self._judges.items()
-            for judged in judge.judged.values()
-            if self._is_taken(judged)
-        ]
-        _, prefetch, start = min(taken, key=lambda one: one[:2])
-        judge, prices = self._judges[prefetch], self._prices
-        if prefetch not in self._places:
-            self._places[prefetch] = PlacePrices(
+            self._judges.of(replace(ahead, prefetch=prefetch))(start.mixture)
+        ahead, start = self._judges.best
+        for backlog in BACKLOGS:
+            self._judges.of(replace(ahead, backlog=backlog))(start.mixture)
+        ahead, start = self._judges.best
+        judge, prices = self._judges.of(ahead), self._prices
+        if ahead not in self._places:
+            self._places[ahead] = PlacePrices(
                 judge, [o.value for o in prices.policies], [o.value for o in prices.homes]
             )
-        polish(judge, start, prices, self._table, self._places[prefetch])
+        polish(judge, start, prices, self._table, self._places[ahead])
         self._polished_in_vain = 0 if self.best_s < before_s * (1 - _WORTH) else self._polished_in_vain + 1
 
     def _counts_of(self, plan: Plan) -> _Counts | None:
@@ -404,7 +408,7 @@ class _FrameSearch:
 
     def _try(self, counts: _Counts) -> Judged:
         """Judges a mixture."""
-        self._tried[counts] = None
+        self._tried.setdefault(Ahead.said_by(self._judge.frame), {})[counts] = None
         return self._judge(self._mixture(counts))
 
     def _mixture(self, counts: _Counts) -> Mixture:

@@ -44,7 +44,7 @@ def build_step(plan: Plan, profile: Profile, *, clips_norm: bool, known: KnownFa
     order = known.found(key, lambda: order_step(plan, shape)).of_shape(shape)
     updates = updates_in_backward(plan, order, clips_norm=clips_norm)
     placed = [
-        *place_visits(order, find_visits(order, updates, plan.prefetch), plan.prefetch),
+        *place_visits(order, find_visits(order, updates, plan.backlog), plan.prefetch),
         *place_activations(plan, order),
         *place_accumulates(plan, order),
         *place_updates(plan, order, updates, clips_norm=clips_norm),
@@ -69,7 +69,7 @@ def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
         raise PlanError(f"a forward pass needs at least one microbatch, not {microbatches}")
     plan = replace(plan, microbatches=microbatches)
     order = order_forward(plan, describe_step(plan, profile))
-    visits = find_visits(order, {}, plan.prefetch)
+    visits = find_visits(order, {}, plan.backlog)
     actions = merge(order, place_visits(order, visits, plan.prefetch))
     return _schedule(profile, microbatches, order, actions, KnownFacts())
 

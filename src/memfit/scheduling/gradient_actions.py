@@ -5,12 +5,15 @@ commit.
 
 [Note: when an update's end is waited for]
 `clear` and `release` of a block wait for its update. Placed right after `update` they would stop
-the main thread until the states have been read and written. With `prefetch` of at least 1 they
-therefore come one compute action later: for that long the device holds one more gradient, or one
-more visiting block, which takes the place of a block fetched ahead (see `visit_actions`): an update
-moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
-0 they come directly, and nothing extra is held. Inside a tail nothing is updated before all of it
-has run back, and what waits for an update comes then at the earliest.
+the main thread until the states have been read and written. They therefore come `Plan.backlog`
+compute actions later: for that long the device holds one more gradient, or one more visiting block,
+which takes the place of a block fetched ahead (see `visit_actions`): an update moves several times
+the bytes of a fetch, so hiding it is worth more. Updates of few blocks that take long (their states
+are on disk, say, and others' are not) run beside the backward of several others where more than one
+action is granted. With a backlog of 0 they come directly, and nothing extra is held. Inside a tail
+nothing is updated before all of it has run back, and what waits for an update comes then at the
+earliest. Behind backward there is nothing to run beside: a backlog of one lets one block's states
+come while those of the one before leave.
 
 [Note: when an update on the host begins]
 It reads the gradient at its home, and whoever asks for it waits until the gradient has arrived
@@ -90,11 +93,12 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     for block, position in sorted(updates.items()):
         ordinal = ordinals.get(position)  # None: of a seed
         begin = position + 1 if ordinal is None else order.gap_whole(ordinal)
-        gap = begin if ordinal is None else waiting_gap(order, ordinal, plan.prefetch)
-        if gap > begin and begins_late(plan, order.shape.blocks[block]):
-            placed.append(Placed(gap=gap, phase=GapPhase.LATE_UPDATE, action=Update(block)))
+        late = begin if ordinal is None else waiting_gap(order, ordinal, min(plan.backlog, 1))
+        gap = begin if ordinal is None else waiting_gap(order, ordinal, plan.backlog)
+        if late > begin and begins_late(plan, order.shape.blocks[block]):
+            placed.append(Placed(gap=late, phase=GapPhase.LATE_UPDATE, action=Update(block)))
             if ordinal is not None and block in order.shape.spreading:
-                gap = waiting_gap(order, min(ordinal + 1, len(order.computes) - 1), plan.prefetch)
+                gap = waiting_gap(order, min(ordinal + 1, len(order.computes) - 1), plan.backlog)
         else:
             placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
         placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=action) for action in _behind_update(order, block)]
@@ -104,7 +108,7 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     for block in (b for b in order.shape.trainable if b not in updates):
         last.append(Update(block))
         backlog.append(block)
-        if len(backlog) > min(plan.prefetch, 1):
+        if len(backlog) > min(plan.backlog, 1):
             last += _behind_update(order, backlog.pop(0))
     for block in backlog:
         last += _behind_update(order, block)
@@ -119,10 +123,10 @@ def begins_late(plan: Plan, block: str) -> bool:
     return homes.update_on is Tier.HOST or (plan.ranks > 1 and (is_cut or homes.weight_home is Tier.DEVICE))
 
 
-def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
+def waiting_gap(order: ComputeOrder, ordinal: int, backlog: int) -> int:
     """The gap where the end of an update that began after `ordinal` is waited for."""
-    is_later = prefetch >= 1 and ordinal + 1 < len(order.computes)
-    return max(order.gap_after(ordinal + 1 if is_later else ordinal), order.gap_whole(ordinal))
+    last = min(ordinal + backlog, len(order.computes) - 1)
+    return max(order.gap_after(last), order.gap_whole(ordinal))
 
 
 def _behind_update(order: ComputeOrder, block: int) -> list[Action]:

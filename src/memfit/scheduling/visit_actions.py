@@ -32,14 +32,14 @@ class Visit(NamedTuple):
     release_gap: int
 
 
-def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) -> list[Visit]:
+def find_visits(order: ComputeOrder, updates: Mapping[int, int], backlog: int) -> list[Visit]:
     """Joins neighbouring uses into visits, ordered by their first use.
 
     Args:
         order: of computing.
         updates: by block, the position after which it is updated in backward; such a visit ends
             when the update has.
-        prefetch: of the plan.
+        backlog: of the plan.
     """
     uses: dict[int, list[int]] = {}
     for ordinal, compute in enumerate(order.computes):
@@ -54,7 +54,7 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
                 continue
             # Of cut weights the share at home is updated.
             is_updated = updates.get(block) == order.computes[ordinal].position and block not in order.shape.cut
-            gap = waiting_gap(order, ordinal, prefetch) if is_updated else order.gap_whole(ordinal)
+            gap = waiting_gap(order, ordinal, backlog) if is_updated else order.gap_whole(ordinal)
             visits.append(Visit(block=block, first=first, last=ordinal, release_gap=gap))
             first = following if following is not None else first
     return sorted(visits, key=lambda v: (v.first, v.block))
@@ -69,8 +69,12 @@ def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) ->
     unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
     for visit in visits:
         # Blocks of a tail stay in it anyway.
-        if visit.release_gap > order.gap_whole(visit.last):
-            unused[visit.last + 1].add((visit.first, True))
+        whole = order.gap_whole(visit.last)
+        for ordinal in range(visit.last + 1, len(order.computes)):
+            if order.gap_before(ordinal) >= visit.release_gap:
+                break
+            if order.gap_before(ordinal) >= whole:
+                unused[ordinal].add((visit.first, True))
     released: dict[int, int] = {}
     groups: dict[int, list[Visit]] = {}
     for visit in visits:
