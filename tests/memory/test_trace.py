@@ -173,6 +173,41 @@ def test_the_traced_peak_equals_what_the_profiler_sees_of_the_real_step(name: st
     assert only(found).plain_peak_bytes >= measured - 512
 
 
+class Tied(nn.Module):
+    """A large table that is read at both ends, with next to nothing between: its gradients are the peak."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 32)
+        self.between = nn.Linear(32, 32)
+        self.heads = nn.ModuleList([nn.Linear(32, 2000, bias=False) for _ in range(uses)])
+        for head in self.heads:
+            head.weight = self.table.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found = self.between(self.table(words)).tanh()
+        return torch.stack([head(found).logsumexp(-1).mean() for head in self.heads]).sum()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_the_peak_of_plain_training_holds_the_sum_of_a_tied_weight_s_gradients(uses: int) -> None:
+    """Autograd makes it beside them; a job of memfit's adds them in place, and is predicted to."""
+    torch.manual_seed(0)
+    model, words = Tied(uses), torch.randint(0, 2000, (1, 3))
+    found = traced((model, lambda m, batch: m(batch), words), trace="fake")
+
+    def step() -> None:
+        model.zero_grad()
+        model(words).backward()
+        model.zero_grad()
+
+    measured, _ = profiler_peak(step)
+    table = model.table.weight.nbytes
+    assert measured == pytest.approx(3 * table, rel=0.2)
+    assert only(found).plain_peak_bytes == pytest.approx(measured, rel=0.005)
+    assert only(found).whole_peak_bytes < 2.5 * table
+
+
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}])
 def test_the_peak_of_a_plain_step_may_be_in_the_optimizer_s_own(settings: dict[str, Any]) -> None:
     """A wide layer and few rows: what AdamW makes for one weight, or for all at once, is more than

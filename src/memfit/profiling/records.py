@@ -33,13 +33,15 @@ class Role(Enum):
 
 class TraceEvent(Enum):
     """Sort of an event: bytes came, bytes left, the program let go of bytes that autograd keeps, an
-    operation held bytes inside itself, a gradient has been added to its parameter's.
+    operation held bytes inside itself, or would in plain training, a gradient has been added to its
+    parameter's.
     """
 
     ALLOCATED = "allocated"
     FREED = "freed"
     LET_GO = "let go"
     WORKSPACE = "workspace"
+    PLAIN_WORKSPACE = "workspace of plain training"
     ARRIVED = "arrived"
 
 

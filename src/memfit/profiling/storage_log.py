@@ -41,7 +41,7 @@ from memfit.profiling.records import Role, StorageRecord, TraceEvent
 from memfit.tensors.dense import check_dense
 
 _STRIDED = torch.strided
-IS_VIEW = "_memfit_is_view"
+IS_VIEW, WAS_VIEW = "_memfit_is_view", "_memfit_was_view"
 """Attribute of tensors that an operation of backward made as views."""
 
 
@@ -61,7 +61,7 @@ class StorageLog:
         self.segment = -1
         self.is_backward = False
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
-        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
+        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, tuple[TraceEvent, int]] | None = None
         self._is_over = False
 
     def begin_operation(self) -> None:
@@ -122,8 +122,12 @@ class StorageLog:
         ):
             key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
             is_held = getattr(old, IS_VIEW, False) or not operand.is_backward
-            third_bytes = record.nbytes if is_held else 0
-            self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
+            # Of what the run takes the base of, so that it is added to in place: plain training has
+            # a third tensor.
+            is_held_in_plain = is_held or getattr(old, WAS_VIEW, False)
+            third = TraceEvent.WORKSPACE if is_held else TraceEvent.PLAIN_WORKSPACE
+            third_bytes = record.nbytes if is_held_in_plain else 0
+            self._pending_sum = (operand, record, len(self.events) - 1, key, (third, third_bytes))
 
     def record_of(self, tensor: torch.Tensor, role: Role = Role.INPUT, block: str = "") -> StorageRecord:
         """Returns the record of a tensor's storage, new (with `role`, `block`) if it was not seen
@@ -179,10 +183,10 @@ class StorageLog:
         if record.holders:
             return
         if self._pending_sum and self._pending_sum[0] is record:
-            _, merged, event, merged_key, third_bytes = self._pending_sum
+            _, merged, event, merged_key, (third, third_bytes) = self._pending_sum
             self._pending_sum = None
             # The sum takes the operand's place: as if it had been added in place.
-            self.events[event] = (TraceEvent.WORKSPACE, None, third_bytes)
+            self.events[event] = (third, None, third_bytes)
             self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
             self._live[merged_key] = (record, self._live[merged_key][1])
             record.key, record.holders = merged_key, 1

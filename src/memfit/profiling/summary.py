@@ -72,7 +72,7 @@ def summarize(
         seed_peak_bytes=seed.peak_bytes,
         seed_leaves_bytes=seed.end_bytes,
         whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
-        plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
+        plain_peak_bytes=_plain_peak_bytes(step),
         largest_saved=tuple((description, record.nbytes) for record, description in largest),
         # The first one's line remains.
         made_at={description: record.line for record, description in reversed(largest) if record.line},
@@ -206,6 +206,20 @@ def _range(step: TraceRecorder, start: int, stop: int, weigh: Weigh) -> _Range:
             now += weigh(event, record) * nbytes
             peak = max(peak, now)
     return _Range(peak_bytes=peak, end_bytes=now)
+
+
+def _plain_peak_bytes(step: TraceRecorder) -> int:
+    """Peak of plain training's forward and backward, whose sums of gradients are not all made in
+    place.
+    """
+    now = peak = 0
+    for event, record, nbytes in step.events:
+        if event in (TraceEvent.WORKSPACE, TraceEvent.PLAIN_WORKSPACE):
+            peak = max(peak, now + nbytes)
+        elif record is not None:
+            now += _with_gradients(event, record) * nbytes
+            peak = max(peak, now)
+    return peak
 
 
 def _summed_range(step: TraceRecorder, start: int, stop: int) -> _Range:

@@ -38,7 +38,7 @@ from memfit.profiling.standins import (
     untouched_generators,
     with_value,
 )
-from memfit.profiling.storage_log import IS_VIEW, storage_resizes
+from memfit.profiling.storage_log import IS_VIEW, WAS_VIEW, storage_resizes
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.autograd_graph import Gradients, watch_gradients_of
 
@@ -332,3 +332,4 @@ def _without_bases(made: Gradients, given: Gradients) -> None:
     for gradient in made:
         if gradient is not None and getattr(gradient, IS_VIEW, False):
             setattr(gradient, IS_VIEW, False)
+            setattr(gradient, WAS_VIEW, True)
