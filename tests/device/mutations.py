@@ -345,7 +345,7 @@ UPDATES = (
     Mutation(
         says="the last piece that goes home is not waited for",
         where=_UPDATES + "_SubmittedUpdate._end",
-        take="TransferGroup([one for one in self._leaving if one not in writes]).wait()",
+        take="TransferGroup(others).wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],
         shows=r"== \[\]",
@@ -935,8 +935,8 @@ OWN_STREAM = (
     Mutation(
         says="nobody waits for the last writes of an update on a stream of its own",
         where=_UPDATES + "_SubmittedUpdate._end",
-        take="*(one.event for one in writes)",
-        put="*()",
+        take="*self._last_writes.put(self._stream, writes)",
+        put="*(self._last_writes.put(self._stream, writes) and ())",
         tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[host-late]"],
     ),
     Mutation(
@@ -945,13 +945,20 @@ OWN_STREAM = (
         take="self._is_beside_the_caller and error is None",
         put="False",
         tests=[STREAM + "the_last_writes_of_an_update_hold_up_no_read_of_the_next[late]"],
-        shows=r"E assert",
+        shows=r"E\s+assert",
+    ),
+    Mutation(
+        says="an update on the host takes the stream of last writes for its own",
+        where=_UPDATES + "_LastWrites.put",
+        take="if writes:",
+        put="if True:",
+        tests=[STREAM + "memory_of_last_writes_stays_where_others_are_updated_on_the_host[late-homes0-in-backward]"],
     ),
     Mutation(
         says="what the last writes of an update read is given away before they are through",
         where=_UPDATES + "_SubmittedUpdate._end",
-        take="self._last_writes.put(self._stream, writes)",
-        put="_ = [one._keep is setattr(one, '_keep', ()) for one in writes]",
+        take="*self._last_writes.put(self._stream, writes)",
+        put="*[setattr(one, '_keep', ()) or one.event for one in writes]",
         tests=[STREAM + "steps_of_one_block_whose_pieces_travel_are_those_of_plain_pytorch[device-late]"],
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.core.plan import BlockPlan, Plan
+from memfit.core.limits import DEVICE_RESERVE_BYTES
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.step import UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.homes import MemoryHome
@@ -24,6 +26,7 @@ from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 from memfit.optimizers import OptimizerDriver
+from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
 
 NUMBERS, PIECE = 20_003, 4096
@@ -305,3 +308,113 @@ def test_an_update_of_whole_parameters_stays_in_the_order_of_the_callers_kernels
             step = lower(job.schedule, job.plan, job.profile, device=device.type)
         assert {o.update_place for o in step} - {None} == {place}
         assert streams and all((stream is None) == (place is UpdatePlace.IN_ORDER) for stream in streams)
+
+
+NARROW = 8
+"""Weights of this width are next to nothing; between two of `WIDE` they have pieces of their own."""
+WIDE = 724
+
+
+def of_widths(*sizes: tuple[int, int]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(first, second, bias=False) for first, second in sizes])
+
+
+def requested(device: torch.device, when: str) -> int:
+    return int(devices.of(device).statistics(device).get(f"requested_bytes.all.{when}", 0))
+
+
+LASTING: dict[str, tuple[list[tuple[int, int]], list[bool], dict[str, Any]]] = {
+    "others that rest between": (
+        [(WIDE, WIDE), (WIDE, NARROW), (NARROW, WIDE), (WIDE, WIDE)],
+        [True, False, False, True],
+        {"rows": 1},
+    ),
+    "of each": ([(WIDE, WIDE), (WIDE, WIDE), (WIDE, WIDE)], [True, True, True], {"rows": 1, "update_backlog": 2}),
+    "the last rests, clears at once": (
+        [(WIDE, WIDE), (WIDE, WIDE), (WIDE, NARROW)],
+        [True, True, False],
+        {"rows": 2, "microbatches": 2, "tail": 1},
+    ),
+    "the last rests, a backlog": (
+        [(WIDE, WIDE), (WIDE, WIDE), (WIDE, NARROW)],
+        [True, True, False],
+        {"rows": 2, "microbatches": 2, "tail": 1, "update_backlog": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LASTING)
+def test_what_lasts_of_an_update_is_predicted(device: torch.device, case: str, tmp_path: Path) -> None:
+    """Bytes that the device's allocator counts in a second step, in which states are there."""
+    sizes, are_away, settings = LASTING[case]
+    rows = settings["rows"]
+    gc.collect()
+    devices.of(device).empty_cache()
+    before = requested(device, "current")
+    model, batch = of_widths(*sizes).to(device), torch.randn(rows, WIDE).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    names = [block.name for block in memfit.profile(model, optimizer, loss_of, batch).blocks]
+    homes = [BlockPlan(state_home=Tier.HOST) if is_away else BlockPlan() for is_away in are_away]
+    decided = {name: value for name, value in settings.items() if name != "rows"}
+    plan = Plan(blocks=dict(zip(names, homes, strict=True)), **decided)
+    found = 0
+    with memfit.fit(model, optimizer, loss_of, batch, plan=plan, directory=tmp_path / "homes") as job:
+        predicted = predict(lower(job.schedule, job.plan, job.profile, device=device.type)).peak_bytes
+        job.step(batch)
+        torch.accelerator.synchronize(device)
+        devices.of(device).reset_peaks(device)
+
+        def look(_action: object) -> None:
+            nonlocal found
+            found = max(found, requested(device, "peak") - before)
+
+        job._assembly.engine._observe = look
+        job.step(batch)
+    beside = DEVICE_RESERVE_BYTES if device.type == "cuda" else 0
+    assert found <= predicted + 4096 + beside
+    if device.type == "late":
+        assert found >= 0.99 * predicted
+
+
+AWAY = BlockPlan(state_home=Tier.HOST)
+THERE = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+
+
+@pytest.mark.parametrize("time", UpdateTime)
+@pytest.mark.parametrize("homes", [(THERE, AWAY), (AWAY, THERE), (AWAY, AWAY, THERE), (AWAY, THERE, AWAY)])
+def test_memory_of_last_writes_stays_where_others_are_updated_on_the_host(
+    device: torch.device, homes: tuple[BlockPlan, ...], time: UpdateTime, tmp_path: Path
+) -> None:
+    """Each of the two has a stream, and only the device's updates leave writes behind."""
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = of_widths(*[(64, 64)] * len(homes)).to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    batch = torch.randn(4, 64, device=device)
+    (plain, optimizer), (found, of_job) = parts(), parts()
+    profile = memfit.profile(found, of_job, loss_of, batch)
+    plan = Plan(blocks={b.name: home for b, home in zip(profile.blocks, homes, strict=True)}, update=time)
+    with memfit.fit(found, of_job, loss_of, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(3):
+            job.step(batch)
+            optimizer.zero_grad()
+            loss_of(plain, batch).backward()
+            optimizer.step()
+    same = [torch.equal(a, b) for a, b in zip(found.parameters(), plain.parameters(), strict=True)]
+    assert same == [True] * len(same)
+
+
+def test_a_block_that_the_optimizer_does_not_hold_is_left_alone(device: torch.device, tmp_path: Path) -> None:
+    """Its parameters want gradients and nobody updates them: a head is trained alone."""
+    model, batch = of_widths((16, 16), (16, 16)).to(device), torch.randn(4, 16, device=device)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(list(model.parameters())[1:], lr=1e-2)
+    names = [block.name for block in memfit.profile(model, optimizer, loss_of, batch).blocks]
+    for home in (BlockPlan(), BlockPlan(weight_home=Tier.DISK), BlockPlan(weight_home=Tier.HOST)):
+        plan = Plan(blocks=dict.fromkeys(names, home))
+        with memfit.fit(model, optimizer, loss_of, batch, plan=plan, directory=tmp_path / "homes") as job:
+            job.step(batch)
+        found = [torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)]
+        assert found == [True, False]

@@ -371,6 +371,9 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
     applied, began = threading.Event(), threading.Event()
 
     class Pieces:
+        def due(self, block: Any) -> list[Any]:
+            return [block]
+
         def groups(self, block: Any) -> list[tuple[int]]:
             return [(1,)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,28 @@ def test_bits_are_those_of_bitsandbytes() -> None:
         found = torch.empty(values.numel())
         decode(FrozenFormat.INT8, row_scales, rows.view(torch.uint8).view(-1), found)
         assert torch.equal(found.view(96, 128), bitsandbytes.functional.int8_vectorwise_dequant(rows, row_scales))
+
+
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
+def test_blocks_that_the_optimizer_does_not_hold_are_left_alone(home: Tier, tmp_path: Path) -> None:
+    """Their parameters want gradients, and nobody updates them: a head is trained without freezing the rest."""
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+        return model, torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    (plain, optimizer), (model, of_job) = parts(), parts()
+    batch = torch.randn(4, 16)
+    names = [block.name for block in memfit.profile(model, of_job, loss, batch).blocks]
+    plan = Plan(blocks=dict.fromkeys(names, BlockPlan(weight_home=home)))
+    with memfit.fit(model, of_job, loss, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(3):
+            job.step(batch)
+            plain.zero_grad()
+            loss(plain, batch).backward()
+            optimizer.step()
+    assert [torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)] == [True] * 6

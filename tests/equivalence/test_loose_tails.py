@@ -71,3 +71,36 @@ def test_weights_that_only_the_beginning_reads_by_hand_leave_the_tail(tmp_path: 
     assert tail is not None
     with memfit.fit(model, optimizer, loss_of, batch, plan=Plan(microbatches=2, tail=tail), directory=tmp_path) as job:
         assert len(job.step(batch).losses) == 2
+
+
+@pytest.mark.parametrize("tail", [None, 0, 1])
+def test_an_expanded_gradient_of_a_tail_is_added_to(tail: int | None, tmp_path: Path) -> None:
+    """A sum gives each element the same memory: the next microbatch's gradient cannot be added to that in place."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.shifts = nn.Linear(8, 8), nn.Parameter(torch.randn(5))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.line(rows) + self.shifts.sum()
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Shifted())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    (plain, optimizer), (model, of_job) = parts(), parts()
+    batch = torch.randn(4, 8)
+    with memfit.fit(model, of_job, loss, batch, plan=Plan(microbatches=2, tail=tail), directory=tmp_path) as job:
+        for _ in range(2):
+            job.step(batch)
+            optimizer.zero_grad()
+            for half in batch.chunk(2):
+                (loss(plain, half) / 2).backward()
+            optimizer.step()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -48,6 +48,9 @@ class RecordedPieces:
     troubles: frozenset[tuple[str, int, int]] = frozenset()
     log: list[tuple[str, int, int]] = field(default_factory=list)
 
+    def due(self, block: Any) -> list[Any]:
+        return [block]
+
     def update_at_once(self, block: Any) -> bool:
         return False
 

@@ -290,9 +290,11 @@ def _add_to_leaves(leaves: Sequence[Any], gradients: Sequence[torch.Tensor | Non
         with torch.no_grad():
             if parameter.grad is None:
                 # Two leaves may have received the same memory (a sum passes its gradient on
-                # unchanged): only one may keep it.
+                # unchanged): only one may keep it. Nor may elements share memory: the next
+                # microbatch's gradient is added in place.
                 storage = gradient.untyped_storage()._cdata
-                parameter.grad = gradient.clone() if storage in taken else gradient
+                is_expanded = any(n > 1 and not step for n, step in zip(gradient.shape, gradient.stride(), strict=True))
+                parameter.grad = gradient.clone() if is_expanded or storage in taken else gradient
                 taken.add(storage)
             else:
                 parameter.grad += gradient

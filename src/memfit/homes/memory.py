@@ -36,6 +36,11 @@ class StreamCopy(TransferHandle):
         self._keep: tuple[torch.UntypedStorage, ...] = keep
 
     @property
+    def stream(self) -> torch.Stream:
+        """The stream of the copy."""
+        return self._stream
+
+    @property
     def event(self) -> torch.Event:
         """Recorded behind the copy; who waits for it alone leaves the storages kept."""
         return self._event

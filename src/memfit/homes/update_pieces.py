@@ -109,9 +109,7 @@ class PieceUpdates:
         """Yields the pieces of a block that this process holds; parameters without a gradient are
         skipped, as by `optimizer.step`.
         """
-        for slot in block.slots:
-            if not self._is_due(slot):
-                continue
+        for slot in self.due(block):
             is_elementwise, held = self._is_elementwise(slot), slot.held
             # Whoever needs a whole parameter has all of it: shares of such optimizers are of whole
             # parameters.
@@ -140,15 +138,14 @@ class PieceUpdates:
         of that piece.
         """
         pieces = list(self.cut(block))
-        if not self._is_resident(block):
+        is_resident = bool(pieces) and self._is_resident(block)
+        if not is_resident:
             # The largest parameters first: behind a large piece and two small ones the next large
             # one would not be read until the first was home.
             pieces.sort(key=lambda piece: -len(piece.slot.held))
         # An accelerator's piece waits for what the one before the last takes home: many small ones
         # would each wait behind a large one. Pinned memory has room for three pieces.
-        is_joined = self._is_resident(block) or (
-            devices.is_accelerator(block.update_device) and not block.updates_on_host
-        )
+        is_joined = is_resident or (devices.is_accelerator(block.update_device) and not block.updates_on_host)
         if len(pieces) < 2 or not is_joined:
             yield from ((piece,) for piece in pieces)
             return
@@ -172,7 +169,7 @@ class PieceUpdates:
 
     def travels_in_pieces(self, block: BlockWeights) -> bool:
         """Tells whether something of a block's update comes or goes, in pieces of bounded size."""
-        due = [slot for slot in block.slots if self._is_due(slot)]
+        due = self.due(block)
         if not all(self._is_elementwise(slot) for slot in due):
             return False
         masters = block.master_home if block.has_masters else None
@@ -196,8 +193,8 @@ class PieceUpdates:
         """Brings gradients on the device into the memory order of their parameters, in the caller's
         stream, where they were made and go.
         """
-        for slot in block.slots:
-            if self._is_due(slot) and (gradient := self._gradients.here.of(slot)) is not None:
+        for slot in self.due(block):
+            if (gradient := self._gradients.here.of(slot)) is not None:
                 self._gradients.here.dense_in_place(slot, gradient)
 
     def lend_numbers(self, block: BlockWeights, stream: torch.Stream) -> None:
@@ -212,7 +209,7 @@ class PieceUpdates:
     def _is_resident(self, block: BlockWeights) -> bool:
         """Tells whether nothing of the block's update comes or goes."""
         states = self._states[block.index]
-        slots = [slot for slot in block.slots if self._is_due(slot)]
+        slots = self.due(block)
         return (
             not block.has_masters
             and not block.updates_on_host
@@ -221,8 +218,9 @@ class PieceUpdates:
             and all(states.exists(s.name) and self._gradients.here.of(s) is not None for s in slots)
         )
 
-    def _is_due(self, slot: ParameterSlot) -> bool:
-        return slot.name in self.trained and self._gradients.has(slot)
+    def due(self, block: BlockWeights) -> list[ParameterSlot]:
+        """Returns the parameters of a block that are to be updated in this step."""
+        return [slot for slot in block.slots if slot.name in self.trained and self._gradients.has(slot)]
 
     def _is_elementwise(self, slot: ParameterSlot) -> bool:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE

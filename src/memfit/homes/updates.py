@@ -47,7 +47,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -171,6 +171,8 @@ class UpdateWorker:
             is_beside: False: the update is made before this returns, in the caller's thread;
                 nothing may be under way then (`core.step.UpdatePlace`).
         """
+        if not self._pieces.due(block):
+            return DONE
         if not is_beside:
             with torch.no_grad():
                 if self._pieces.update_at_once(block):
@@ -245,10 +247,14 @@ class _LastWrites:
         self._stream: torch.Stream | None = None
         self._writes: list[StreamCopy] = []
 
-    def put(self, stream: torch.Stream, writes: Iterable[StreamCopy]) -> None:
-        """Adds writes of an update in this stream."""
-        self._stream = stream
-        self._writes += writes
+    def put(self, stream: torch.Stream, writes: Sequence[StreamCopy]) -> list[torch.Event]:
+        """Adds writes of an update in this stream. Returns the events behind all of them."""
+        if writes:
+            # Others have streams too, and none such writes.
+            self._stream = stream
+            self._writes += writes
+        # Those of one stream are in order on it.
+        return list({one.stream.stream_id: one.event for one in writes}.values())
 
     def take(self) -> list[StreamCopy]:
         """Returns all, to be waited for in their stream."""
@@ -367,19 +373,18 @@ class _SubmittedUpdate:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._left.clear()
-        writes: list[StreamCopy] = []
-        if self._is_beside_the_caller and error is None:
-            writes = [one for one in self._leaving if isinstance(one, StreamCopy)]
+        may_last = self._is_beside_the_caller and error is None
+        writes = [one for one in self._leaving if may_last and isinstance(one, StreamCopy)]
+        others = [one for one in self._leaving if not (may_last and isinstance(one, StreamCopy))]
         try:
             with self._in_order():
-                TransferGroup([one for one in self._leaving if one not in writes]).wait()
+                TransferGroup(others).wait()
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
         self._leaving = []
         sent = None
         if self._behind is not None and self._stream is not None:
-            sent = self._block.device, [self._stream.record_event(), *(one.event for one in writes)]
-            self._last_writes.put(self._stream, writes)
+            sent = self._block.device, [self._stream.record_event(), *self._last_writes.put(self._stream, writes)]
             if self._caller is not None and not self._block.updates_on_host:
                 # Whoever reads the optimizer's states does it on the caller's stream.
                 self._pieces.lend_numbers(self._block, self._caller)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
@@ -176,7 +176,8 @@ class UpdatePieces:
             updates[p.name] for p in self._profile.blocks[block].parameters if p.requires_grad and p.name in updates
         ]
         is_beside = self.place(block) is Tier.DEVICE and not is_processor(self._device)
-        return is_beside and not any(update.needs_whole for update in trained)
+        # Of whole ones it does not; but where these get no gradient, it is made so.
+        return is_beside and not all(update.needs_whole for update in trained)
 
     def _held(self, block: BlockProfile) -> Sequence[int]:
         """Returns how many elements of each parameter a rank updates: the rank that has most of
@@ -302,7 +303,8 @@ class Line:
         self._waiting: list[tuple[int, bool]] = []
         # By place: the last piece that was submitted, and what leaves of the one before it.
         self._last: dict[Tier, tuple[PieceBytes, int]] = {}
-        self._lasting_bytes = 0
+        # What lasts of updates that have ended, and of the last one that was submitted.
+        self._lasting_bytes = self._kept_bytes = 0
         self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
@@ -312,11 +314,11 @@ class Line:
 
     def wait(self, block: int) -> None:
         """Ends a block's update, and with it those that began before."""
-        for index, (waiting, is_here) in enumerate(self._waiting):
+        for index, (waiting, _) in enumerate(self._waiting):
             if waiting == block:
-                row = self._pieces.of(block, is_here=is_here)
-                if row is not None and row.lasting_bytes:
-                    self._lasting_bytes = row.lasting_bytes
+                ended = [self._pieces.of(b, is_here=is_here) for b, is_here in self._waiting[: index + 1]]
+                lasting = [row.lasting_bytes for row in ended if row is not None and row.lasting_bytes]
+                self._lasting_bytes = lasting[-1] if lasting else self._lasting_bytes
                 self._restart(self._waiting[index + 1 :])
                 return
 
@@ -328,6 +330,7 @@ class Line:
     def _restart(self, left: list[tuple[int, bool]]) -> None:
         self._waiting, self._last = [], {}
         self.peak_bytes = dict.fromkeys(self.peak_bytes, 0)
+        self._kept_bytes = self._lasting_bytes
         if self._lasting_bytes:
             self._last[Tier.DEVICE] = PieceBytes(coming=0, working=0, leaving=self._lasting_bytes), 0
             self.peak_bytes[Tier.DEVICE] = self._lasting_bytes
@@ -338,7 +341,10 @@ class Line:
         if row is None:
             return
         first, last = row.pieces[0], row.pieces[-1]
-        highest = max(self.peak_bytes[place], row.later_bytes)
+        # What lasts of an update stays until another one in that stream takes its place.
+        is_beside = bool(row.lasting_bytes)
+        kept = self._kept_bytes if place is Tier.DEVICE and not is_beside else 0
+        highest = max(self.peak_bytes[place], row.later_bytes + kept)
         left = 0
         # Those of the other processor that lie between two of this one's only take time: the two
         # are counted as neighbours.
@@ -347,7 +353,9 @@ class Line:
             highest = max(highest, left_before + before.coming + before.working + first.coming)
             left = before.leaving
         self.peak_bytes[place] = max(highest, left + row.first_bytes)
-        self._last[place] = last, row.pieces[-2].leaving if len(row.pieces) > 1 else left
+        leaves_last = replace(last, leaving=last.leaving + kept)
+        self._last[place] = leaves_last, row.pieces[-2].leaving + kept if len(row.pieces) > 1 else left
+        self._kept_bytes = row.lasting_bytes if is_beside else self._kept_bytes
 
 
 def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:
