@@ -194,7 +194,8 @@ class _Followed:
         code: int | None = None
         for m in microbatches:
             is_of_code = self._owes(m)
-            self._unseeded.discard(m)
+            if is_of_code:
+                self._unseeded.discard(m)
             cost = self._costs[m][self._done[m]]
             kept = 0 if is_of_code else self._keep_cut(action, m)
             rise = grown + cost.rise_bytes + kept
@@ -211,10 +212,10 @@ class _Followed:
 
     def _owes(self, microbatch: int) -> bool:
         """Tells whether code behind or between calls of a microbatch is differentiated next."""
-        if microbatch in self._unseeded:
-            return True
         done, events = self._done[microbatch], self._events[microbatch]
-        return done < len(events) and events[done][0] is ActivationEvent.BETWEEN
+        following = events[done][0] if done < len(events) else None
+        is_seed = following is ActivationEvent.SEED and microbatch in self._unseeded
+        return is_seed or following is ActivationEvent.BETWEEN
 
     def _bytes_at_cut(self, microbatch: int) -> int:
         """Returns the gradients of a microbatch's activations where its tail is cut off."""
@@ -280,30 +281,41 @@ def _events_by_microbatch(
     """Lists each microbatch's part of a schedule, as events on segments."""
     segment = {first: i for i, (first, _) in enumerate(facts[0].shape.segments)}
     takes_turns = schedule.is_interleaved and schedule.microbatches > 1
-    backwards = [a.microbatch for a in reversed(schedule.actions) if isinstance(a, Backward)] if takes_turns else []
+    are_in_turn = facts[0].shape.has_backward[-1:] == (True,)
+    backwards = [a.microbatch for a in reversed(schedule.actions) if isinstance(a, Backward)]
     # By microbatch: the segment whose backward is over, and that of the code in front of it is not.
     owed: dict[int, int] = {}
+    # Microbatches whose losses are seeds that began, and are differentiated later.
+    unseeded: set[int] = set()
     events: list[list[tuple[ActivationEvent, int]]] = [[] for _ in range(schedule.microbatches)]
     for action in schedule:
         match action:
             case Start(microbatch=m):
                 events[m].append((ActivationEvent.START, -1))
             case Seed(first=first, last=last):
-                for m in range(first, last + 1):
+                # A reload may come between the seed and a later microbatch's turn.
+                now = first if are_in_turn else last
+                unseeded.update(range(now + 1, last + 1))
+                for m in range(first, now + 1):
                     events[m].append((ActivationEvent.SEED, -1))
             case Forward(first=call, microbatch=m):
                 events[m].append((ActivationEvent.FORWARD, segment[call]))
             case Backward(first=call, microbatch=m):
+                if m in unseeded:
+                    unseeded.discard(m)
+                    events[m].append((ActivationEvent.SEED, -1))
                 if m in owed:
                     events[m].append((ActivationEvent.BETWEEN, owed.pop(m)))
                 events[m].append((ActivationEvent.BACKWARD, segment[call]))
-                if takes_turns:
-                    backwards.pop()
-                    if facts[m].code_before(segment[call]) is not None:
-                        owed[m] = segment[call]
-                    for later in backwards[-1:] or sorted(owed):
-                        if later in owed:
-                            events[later].append((ActivationEvent.BETWEEN, owed.pop(later)))
+                backwards.pop()
+                if takes_turns and facts[m].code_before(segment[call]) is not None:
+                    owed[m] = segment[call]
+                for later in backwards[-1:] or sorted({*owed, *unseeded}):
+                    if later in unseeded:
+                        unseeded.discard(later)
+                        events[later].append((ActivationEvent.SEED, -1))
+                    elif later in owed:
+                        events[later].append((ActivationEvent.BETWEEN, owed.pop(later)))
             case Offload(call=call, microbatch=m):
                 events[m].append((ActivationEvent.OFFLOAD, segment[call]))
             case Drop(call=call, microbatch=m):
