@@ -275,6 +275,22 @@ class _Followed:
         return costs
 
 
+def _give_turn(
+    microbatch: int,
+    events: Sequence[list[tuple[ActivationEvent, int]]],
+    unseeded: set[int],
+    owed: dict[int, int],
+) -> None:
+    """Appends the code that a microbatch's next backward comes behind: of its loss, or between
+    calls.
+    """
+    if microbatch in unseeded:
+        unseeded.discard(microbatch)
+        events[microbatch].append((ActivationEvent.SEED, -1))
+    elif microbatch in owed:
+        events[microbatch].append((ActivationEvent.BETWEEN, owed.pop(microbatch)))
+
+
 def _events_by_microbatch(
     schedule: Schedule, facts: Sequence[SegmentFacts]
 ) -> list[tuple[tuple[ActivationEvent, int], ...]]:
@@ -301,21 +317,13 @@ def _events_by_microbatch(
             case Forward(first=call, microbatch=m):
                 events[m].append((ActivationEvent.FORWARD, segment[call]))
             case Backward(first=call, microbatch=m):
-                if m in unseeded:
-                    unseeded.discard(m)
-                    events[m].append((ActivationEvent.SEED, -1))
-                if m in owed:
-                    events[m].append((ActivationEvent.BETWEEN, owed.pop(m)))
+                _give_turn(m, events, unseeded, owed)
                 events[m].append((ActivationEvent.BACKWARD, segment[call]))
                 backwards.pop()
                 if takes_turns and facts[m].code_before(segment[call]) is not None:
                     owed[m] = segment[call]
                 for later in backwards[-1:] or sorted({*owed, *unseeded}):
-                    if later in unseeded:
-                        unseeded.discard(later)
-                        events[later].append((ActivationEvent.SEED, -1))
-                    elif later in owed:
-                        events[later].append((ActivationEvent.BETWEEN, owed.pop(later)))
+                    _give_turn(later, events, unseeded, owed)
             case Offload(call=call, microbatch=m):
                 events[m].append((ActivationEvent.OFFLOAD, segment[call]))
             case Drop(call=call, microbatch=m):
