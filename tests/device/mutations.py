@@ -299,14 +299,14 @@ UPDATES = (
         where=_UPDATES + "_SubmittedUpdate.__init__",
         take="devices.of(device).current_stream(device) if devices.is_accelerator(device) else None",
         put="devices.of(device).new_stream(device) if devices.is_accelerator(device) else None",
-        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
+        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late-pieces]"],
     ),
     Mutation(
         says="an update's bytes come on the worker's stream",
         where=_UPDATES + "_SubmittedUpdate.begin",
         take="with self._in_order():",
         put="if True:",
-        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
+        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late-pieces]"],
         is_slow=True,
     ),
     Mutation(
@@ -314,7 +314,7 @@ UPDATES = (
         where=_UPDATES + "_SubmittedUpdate.apply",
         take="with self._in_order():",
         put="if True:",
-        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
+        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late-pieces]"],
         is_slow=True,
     ),
     Mutation(
@@ -322,7 +322,7 @@ UPDATES = (
         where=_UPDATES + "_SubmittedUpdate._end",
         take="with self._in_order():",
         put="if True:",
-        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
+        tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late-whole parameters]"],
         is_slow=True,
     ),
     Mutation(

@@ -281,11 +281,13 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def trained(device: torch.device, tier: Tier, where: Path, **changes: Any) -> list[torch.Tensor]:
+def trained(
+    device: torch.device, tier: Tier, where: Path, kind: type[torch.optim.Optimizer] = torch.optim.Adam, **changes: Any
+) -> list[torch.Tensor]:
     """Weights, states and gradients after two steps whose gradients go home."""
     torch.manual_seed(0)
     model = Net().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)  # pyright: ignore[reportCallIssue]
     rows = torch.randn(4, 64, device=device)
     profile = memfit.profile(model, optimizer, loss_of, rows)
     home = BlockPlan(weight_home=tier, gradient_home=tier, state_home=tier)
@@ -330,13 +332,16 @@ def test_what_travels_is_what_stays_and_all_transfers_are_waited_for(
     assert unawaited == []
 
 
-def test_updates_of_a_step_inside_a_stream_use_that_stream_alone(device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor], ids=["pieces", "whole parameters"])
+def test_updates_of_a_step_inside_a_stream_use_that_stream_alone(
+    device: torch.device, kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
     """Their pieces come, are computed and go home in another thread, whose own current stream is the default one."""
-    expected = trained(device, Tier.DEVICE, tmp_path)
+    expected = trained(device, Tier.DEVICE, tmp_path, kind)
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
-        found = trained(device, Tier.HOST, tmp_path)
+        found = trained(device, Tier.HOST, tmp_path, kind)
         assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
         gc.collect()
     stream.synchronize()  # before memory of the default stream's is given up
