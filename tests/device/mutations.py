@@ -362,7 +362,7 @@ UPDATES = (
     ),
     Mutation(
         says="the weights of an update are used before they have come",
-        where=_PIECES + "PieceUpdates.apply",
+        where="memfit.homes.update_pieces:_arrived",
         take="coming.ready.wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],
@@ -371,8 +371,8 @@ UPDATES = (
     ),
     Mutation(
         says="the states of an update are used before they have come",
-        where=_PIECES + "PieceUpdates.apply",
-        take="state.ready.wait()",
+        where="memfit.homes.update_pieces:_arrived",
+        take="coming.state.ready.wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],
         shows=r"races|== \[True\]",

@@ -26,6 +26,7 @@ from memfit.activations.structure import Placeholder, direct_tensors, replace_te
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
 from memfit.core.tiers import Tier
+from memfit.tensors.shared_elements import shares_elements
 
 Position = tuple[int, int]
 """(call in its segment, position among the tensors of its output)."""
@@ -151,7 +152,7 @@ class HeldArguments:
         held.geometry = Geometry.of(tensor)
         if made_by is not None:
             held.tensor, held.made_by = None, made_by
-        elif self._copies and not _overlaps_itself(tensor):
+        elif self._copies and not shares_elements(tensor):
             # (What overlaps itself, such as an expanded tensor, cannot be changed in place.)
             # The same stride, so that the same kernels run; `clone` would make a slice dense.
             held.copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -284,8 +285,3 @@ def non_leaf(value: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that requires a gradient and is no leaf."""
     with torch.enable_grad():
         return _Anew.apply(torch.zeros((), requires_grad=True), [value])  # type: ignore[return-value]
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Expanded: several elements are one place in memory."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

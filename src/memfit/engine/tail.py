@@ -33,6 +33,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from memfit.core.errors import UnsupportedError
+from memfit.tensors.shared_elements import shares_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +294,8 @@ def _add_to_leaves(leaves: Sequence[Any], gradients: Sequence[torch.Tensor | Non
                 # unchanged): only one may keep it. Nor may elements share memory: the next
                 # microbatch's gradient is added in place.
                 storage = gradient.untyped_storage()._cdata
-                is_expanded = any(n > 1 and not step for n, step in zip(gradient.shape, gradient.stride(), strict=True))
-                parameter.grad = gradient.clone() if is_expanded or storage in taken else gradient
+                is_shared = storage in taken or shares_elements(gradient)
+                parameter.grad = gradient.clone() if is_shared else gradient
                 taken.add(storage)
             else:
                 parameter.grad += gradient

@@ -171,10 +171,11 @@ class UpdatePhase:
         try:
             # Nothing may write weights or states once the caller takes the step back.
             TransferGroup(list(updating.values())).wait()
-            if self._updates is not None:
-                self._updates.catch_up()
         except Exception as error:  # noqa: BLE001, reported beside the first error
             self._depart(f"an update failed as well: {error!r}")
+        if self._updates is not None:
+            # Also where one of them failed: others have left last writes.
+            self._updates.catch_up()
         if self._gradients is not None:
             self._gradients.here.drop(self._blocks)
 

@@ -270,34 +270,17 @@ class PieceUpdates:
         """Updates a group of `groups`, and begins to write it home."""
         if len(group) == 1:
             return self.apply(block, group[0])
-        numbers = self._states[block.index].numbers
-        gradients = [self._gradients.finish_piece(coming.gradient) for coming in group]
-        for coming in group:
-            coming.ready.wait()
-            coming.state.ready.wait()
-        lent = [
-            (
-                coming.piece.slot.name,
-                coming.weight,
-                gradient,
-                {**numbers.get(coming.piece.slot.name, {}), **coming.state.values()},
-            )
-            for coming, gradient in zip(group, gradients, strict=True)
-        ]
+        states = self._states[block.index]
+        lent = [(coming.piece.slot.name, coming.weight, *_arrived(coming, self._gradients, states)) for coming in group]
         found = self._driver.update_together(lent)
         return [h for coming, new in zip(group, found, strict=True) for h in self._keep(block, coming, new)]
 
     def apply(self, block: BlockWeights, coming: Coming) -> list[TransferHandle]:
         """Waits for a piece, updates it, and begins to write it home."""
-        piece, weight, state = coming.piece, coming.weight, coming.state
+        piece, weight = coming.piece, coming.weight
         slot = piece.slot
         states = self._states[block.index]
-        # All three must have arrived before the optimizer's class sees any: it may read and write
-        # each of them in any order.
-        gradient = self._gradients.finish_piece(coming.gradient)
-        coming.ready.wait()
-        state.ready.wait()
-        values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.values()}
+        gradient, values = _arrived(coming, self._gradients, states)
         if not self._is_elementwise(slot):
             weight, gradient = (t.as_strided(slot.shape, slot.stride) for t in (weight, gradient))
             for placed in states.slots[slot.name]:
@@ -362,6 +345,16 @@ class PieceUpdates:
         moved = self._take(piece.count * slot.dtype.itemsize)
         weight = typed_view(moved.storage, 0, slot.dtype, (piece.count,)).copy_(flat)
         return [_send(block, piece, weight, moved)]
+
+
+def _arrived(coming: Coming, gradients: GradientHomes, states: BlockStates) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Waits for a piece. Returns its gradient, and the values of its states."""
+    # All three must have arrived before the optimizer's class sees any: it may read and write each
+    # of them in any order.
+    gradient = gradients.finish_piece(coming.gradient)
+    coming.ready.wait()
+    coming.state.ready.wait()
+    return gradient, {**states.numbers.get(coming.piece.slot.name, {}), **coming.state.values()}
 
 
 def _updated(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> UpdatedPiece:

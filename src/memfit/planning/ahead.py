@@ -14,7 +14,7 @@ from memfit.planning.pricing import PlanQuestion
 from memfit.planning.slot_prices import Judge, Judged
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Ahead:
     """How far transfers and updates of a frame go ahead of the main thread.
 
@@ -91,7 +91,7 @@ class JudgesAhead:
             for judged in judge.judged.values()
             if self._is_taken(judged)
         ]
-        return min(taken, key=lambda one: (one[1].built.weighed_s, one[0].prefetch, one[0].backlog))
+        return min(taken, key=lambda one: (one[1].built.weighed_s, one[0]))
 
     def _is_taken(self, judged: Judged) -> bool:
         return judged.built.fits and self._question.allows(judged.built.priced)

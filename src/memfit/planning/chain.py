@@ -58,8 +58,8 @@ def frame_bound_s(
     judges: Mapping[Ahead, Judge], ahead: Ahead, policies: Sequence[CallPlan], homes: Sequence[BlockPlan]
 ) -> float:
     """Returns the program's seconds for one frame, going as far ahead as the best mixture that is
-    known. Where a mixture is known that takes less, byte prices did not add up:
-    then it is 0, no bound.
+    known. Where a mixture is known that takes less, byte prices did not add up: then it is 0, no
+    bound.
 
     Args:
         judges: of the frame's mixtures, by how far these go ahead.
@@ -73,9 +73,7 @@ def frame_bound_s(
         for judged in judge.judged.values()
         if judged.built.fits
     ]
-    best_s, best_ahead = min(
-        fitting, key=lambda one: (one[0], one[1].prefetch, one[1].backlog), default=(math.inf, ahead)
-    )
+    best_s, best_ahead = min(fitting, default=(math.inf, ahead))
     question = judges[best_ahead].question
     prices = ChainPrices(judges[best_ahead], policies, homes)
     found_s = chain_bound_s(prices, question.budget.tensor_bytes, question.limits)

@@ -11,9 +11,8 @@ again. It is solved with the disk and without, so that there are several mixture
 Around each, units are moved from one option to another, one group or two at a time, as long as the
 judge says that it gains; the best is polished unit by unit (`planning.polish`), with other numbers
 of buffers and a longer backlog of updates (`planning.ahead`), and what is looked for at the next
-limit goes as far ahead as the best. The numbers of
-frames, rounds and judged plans are bounded, and nothing depends on the clock: the same question has
-the same answer.
+limit goes as far ahead as the best. The numbers of frames, rounds and judged plans are bounded, and
+nothing depends on the clock: the same question has the same answer.
 
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There
@@ -276,8 +275,9 @@ class _FrameSearch:
         """Judges from now on by mixtures that go as far ahead as the best that is known."""
         if math.isinf(self.best_s):
             return
-        before, (ahead, _) = self._best_tried(), self._judges.best
+        ahead, _ = self._judges.best
         if ahead != Ahead.said_by(self._judge.frame):
+            before = self._best_tried()
             self._judge = self._judges.of(ahead)
             if before is not None:
                 self._begin_from(before)

@@ -8,7 +8,7 @@ Out: `TraceProfile`. Pure arithmetic over the log.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,9 @@ def summarize(
         seed_peak_bytes=seed.peak_bytes,
         seed_leaves_bytes=seed.end_bytes,
         whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
-        plain_peak_bytes=_plain_peak_bytes(step),
+        plain_peak_bytes=_range(
+            step, 0, len(step.events), _with_gradients, inside=(TraceEvent.WORKSPACE, TraceEvent.PLAIN_WORKSPACE)
+        ).peak_bytes,
         largest_saved=tuple((description, record.nbytes) for record, description in largest),
         # The first one's line remains.
         made_at={description: record.line for record, description in reversed(largest) if record.line},
@@ -196,30 +198,25 @@ def _until_added(event: TraceEvent, record: StorageRecord) -> int:
     return -1 if event is TraceEvent.ARRIVED else _with_gradients(event, record)
 
 
-def _range(step: TraceRecorder, start: int, stop: int, weigh: Weigh) -> _Range:
-    """Peak and end of the bytes that are counted over events start..stop, relative to the start."""
+def _range(
+    step: TraceRecorder,
+    start: int,
+    stop: int,
+    weigh: Weigh,
+    *,
+    inside: Collection[TraceEvent] = (TraceEvent.WORKSPACE,),
+) -> _Range:
+    """Peak and end of the bytes that are counted over events start..stop, relative to the start.
+    Bytes of events `inside` are there for a moment.
+    """
     now = peak = 0
     for event, record, nbytes in step.events[start:stop]:
-        if event is TraceEvent.WORKSPACE:
+        if event in inside:
             peak = max(peak, now + nbytes)
         elif record is not None:
             now += weigh(event, record) * nbytes
             peak = max(peak, now)
     return _Range(peak_bytes=peak, end_bytes=now)
-
-
-def _plain_peak_bytes(step: TraceRecorder) -> int:
-    """Peak of plain training's forward and backward, whose sums of gradients are not all made in
-    place.
-    """
-    now = peak = 0
-    for event, record, nbytes in step.events:
-        if event in (TraceEvent.WORKSPACE, TraceEvent.PLAIN_WORKSPACE):
-            peak = max(peak, now + nbytes)
-        elif record is not None:
-            now += _with_gradients(event, record) * nbytes
-            peak = max(peak, now)
-    return peak
 
 
 def _summed_range(step: TraceRecorder, start: int, stop: int) -> _Range:

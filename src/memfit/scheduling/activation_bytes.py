@@ -145,7 +145,7 @@ class _Followed:
         microbatches: Sequence[int]
         microbatches = range(action.first, action.last + 1) if isinstance(action, Seed) else (action.microbatch,)
         is_backward = isinstance(action, Backward)
-        if isinstance(action, Seed) and self._shape.has_backward[-1:] == (True,):
+        if isinstance(action, Seed) and _differentiates_in_turn(self._shape):
             microbatches, later = microbatches[:1], microbatches[1:]
             self._unseeded.update(later)
         if is_backward:
@@ -275,6 +275,11 @@ class _Followed:
         return costs
 
 
+def _differentiates_in_turn(shape: StepShape) -> bool:
+    """Tells whether joint losses are differentiated one by one. See [Note: losses in turn]."""
+    return shape.has_backward[-1:] == (True,)
+
+
 def _give_turn(
     microbatch: int,
     events: Sequence[list[tuple[ActivationEvent, int]]],
@@ -297,7 +302,7 @@ def _events_by_microbatch(
     """Lists each microbatch's part of a schedule, as events on segments."""
     segment = {first: i for i, (first, _) in enumerate(facts[0].shape.segments)}
     takes_turns = schedule.is_interleaved and schedule.microbatches > 1
-    are_in_turn = facts[0].shape.has_backward[-1:] == (True,)
+    are_in_turn = _differentiates_in_turn(facts[0].shape)
     backwards = [a.microbatch for a in reversed(schedule.actions) if isinstance(a, Backward)]
     # By microbatch: the segment whose backward is over, and that of the code in front of it is not.
     owed: dict[int, int] = {}

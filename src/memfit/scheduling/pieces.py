@@ -154,30 +154,27 @@ class UpdatePieces:
         profile = self._profile.blocks[block]
         # The largest first, as updates take them where anything comes or goes.
         held = sorted(zip(profile.parameters, self._held(profile), strict=True), key=lambda pair: -pair[1])
-        is_joined = self.place(block) is Tier.DEVICE and not is_processor(self._device)
+        is_joined = self._is_by_accelerator(block)
         found: list[_Sized] = []
         for parameter, numel in held:
             if parameter.name in updates and parameter.requires_grad:
                 update = updates[parameter.name]
                 cut = _cut(numel, update)
-                found += [
-                    _Sized(
-                        self._piece(profile, parameter, update, elements, is_here=is_here),
-                        elements,
-                        is_joined and len(cut) == 1 and not update.needs_whole,
-                    )
-                    for elements in cut
-                ]
+                may_join = is_joined and len(cut) == 1 and not update.needs_whole
+                pieces = (self._piece(profile, parameter, update, elements, is_here=is_here) for elements in cut)
+                found += [_Sized(piece, elements, may_join) for piece, elements in zip(pieces, cut, strict=True)]
         return tuple(_together(found))
+
+    def _is_by_accelerator(self, block: int) -> bool:
+        return self.place(block) is Tier.DEVICE and not is_processor(self._device)
 
     def _lasts(self, block: int, updates: Mapping[str, UpdateProfile]) -> bool:
         """Tells whether an accelerator makes a block's update in a stream of the updates' own."""
         trained = [
             updates[p.name] for p in self._profile.blocks[block].parameters if p.requires_grad and p.name in updates
         ]
-        is_beside = self.place(block) is Tier.DEVICE and not is_processor(self._device)
         # Of whole ones it does not; but where these get no gradient, it is made so.
-        return is_beside and not all(update.needs_whole for update in trained)
+        return self._is_by_accelerator(block) and not all(update.needs_whole for update in trained)
 
     def _held(self, block: BlockProfile) -> Sequence[int]:
         """Returns how many elements of each parameter a rank updates: the rank that has most of
