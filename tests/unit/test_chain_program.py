@@ -19,7 +19,7 @@ from memfit.planning.chain_flows import COMPUTE, flows_of
 from memfit.planning.chain_prices import ChainPrices
 from memfit.planning.menus import HomeRules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, mixed_plan
-from memfit.planning.mixing import ByteRoom, best_shares
+from memfit.planning.mixing import ByteRoom, MixtureProgram
 from memfit.planning.slot_prices import Judge, uniform
 from unit.test_mixing import RECOMPUTE, TIERS, card, large_profile, question
 
@@ -85,7 +85,9 @@ def test_the_bound_is_below_every_plan_that_fits_and_above_the_mixture_programs(
         best_s = min(plan.built.cost.seconds for plan in plans if plan.built.cost.peak_bytes <= limit)
         bound_s = chain_bound_s(prices, int(limit * (1 + BYTES_MAY_SAY_MORE)), {})
         assert 0 < bound_s <= best_s * (1 + BOUND_MAY_SAY_MORE)
-        simple = best_shares(shares, ByteRoom(device=limit, slack={}, tiers={}), stall_weight=0.0, is_bound=True)
+        simple = MixtureProgram(shares).best_shares(
+            ByteRoom(device=limit, slack={}, tiers={}), stall_weight=0.0, is_bound=True
+        )
         assert simple is not None
         closer += chain_bound_s(prices, limit, {}) > simple.seconds * 1.005
     assert closer >= 4

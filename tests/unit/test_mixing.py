@@ -24,7 +24,7 @@ from memfit.planning.candidates import MasterForms
 from memfit.planning.limit_series import series_of_limits
 from memfit.planning.menus import HomeRules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, mixed_plan, spread, whole_counts
-from memfit.planning.mixing import ByteRoom, best_shares
+from memfit.planning.mixing import ByteRoom, MixtureProgram
 from memfit.planning.planner import choose_plan
 from memfit.planning.pricing import PlanQuestion
 from memfit.planning.slot_prices import Judge, uniform
@@ -209,7 +209,7 @@ def test_shares_fill_the_room_by_arithmetic() -> None:
     for part in (0.0, 0.3, 0.75, 1.0):
         device = round(bottom + part * (top - bottom))
         room = ByteRoom(device=device, slack={}, tiers={})
-        shares = best_shares(prices, room, stall_weight=0.0)
+        shares = MixtureProgram(prices).best_shares(room, stall_weight=0.0)
         assert shares is not None
         # Each slot's room counts: of those whose bytes differ, the tightest says the share.
         allowed = min(
@@ -221,7 +221,10 @@ def test_shares_fill_the_room_by_arithmetic() -> None:
         compute = [judged.built.cost.late_s["compute with updates"] for judged in (kept, repeated)]
         seconds = shares.policies[0] * compute[0] + shares.policies[1] * compute[1]
         assert shares.seconds == pytest.approx(seconds, rel=1e-9)
-    assert best_shares(prices, ByteRoom(device=bottom - (1 << 20), slack={}, tiers={}), stall_weight=0.0) is None
+    assert (
+        MixtureProgram(prices).best_shares(ByteRoom(device=bottom - (1 << 20), slack={}, tiers={}), stall_weight=0.0)
+        is None
+    )
 
 
 # ---- the search ----

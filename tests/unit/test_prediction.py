@@ -31,6 +31,7 @@ from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.planner import choose_plan
 from memfit.prediction import peak_report, predict, residents_at
+from memfit.prediction.clock import Pace
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower
@@ -604,7 +605,7 @@ def test_an_update_of_what_rests_on_the_host_is_priced_where_it_is_done(device: 
         assert traffic.written == {(Tier.HOST, name): nbytes for name, nbytes in written.items()}
     elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
     hardware = replace(machine(), device=device, update_elements_per_s=1e3)
-    assert update_seconds(plan, profile, index, hardware) == pytest.approx((elements / 1e3, 0.0))
+    assert update_seconds(plan, profile, index, Pace(hardware)) == pytest.approx((elements / 1e3, 0.0))
 
 
 @pytest.mark.parametrize("weights", list(TIERS))
@@ -621,9 +622,9 @@ def test_an_update_on_the_host_moves_what_does_not_rest_there(weights: Tier) -> 
         assert (traffic.read, traffic.written) == (expected, expected)
     elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
     hardware = replace(machine(), device="cuda", update_elements_per_s=1e9, host_update_elements_per_s=1e3)
-    assert update_seconds(plan, profile, index, hardware) == pytest.approx((0.0, elements / 1e3))
+    assert update_seconds(plan, profile, index, Pace(hardware)) == pytest.approx((0.0, elements / 1e3))
     # Where the processor is the device, the host's cores are it.
-    assert update_seconds(plan, profile, index, replace(hardware, device="cpu"))[1] == 0
+    assert update_seconds(plan, profile, index, Pace(replace(hardware, device="cpu")))[1] == 0
 
 
 def test_updates_on_the_host_run_beside_backward_one_after_the_other() -> None:

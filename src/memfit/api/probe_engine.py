@@ -7,9 +7,8 @@ Blocks of almost no work run under the engine: smallest ones, layers, three laye
 Python around their operations, under each policy, from one microbatch and from two. Each forward
 and backward in the middle gives an equation: its seconds are the sum over classes of a rate's
 inverse times the amount that the clock itself counts for it. The rates are those that explain all
-of them best, none negative (Lawson and Hanson's least squares, relative to the measured seconds,
-weighted anew until the sum of distances is least): figures that were disturbed then move no rate by
-much, which differences of two did.
+of them best, none negative: the sum of distances, relative to the measured seconds, is least (a
+linear program). So figures that were disturbed move no rate by much, which differences of two did.
 Visits are what the main thread takes more where the same blocks rest on disk; transfers of pieces
 are what the thread of updates takes more there.
 Seconds are those of the thread on a processor, the middle of the faster half of many steps: other
@@ -19,11 +18,11 @@ any machine: beside an accelerator too, Python runs there.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,13 @@ from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
+from memfit.planning.linear_programs import LinearProgram
 
 _BLOCKS, _MANY = 6, 3
 _STEPS, _FIRST_STEPS = 24, 4
 _LEAST_S = 1e-7
 _LEAST_SPREAD = 0.1
 _SHORT_S = 5e-5
-# Of the solution; a share of an action's seconds that counts as none.
-_ROUNDS, _EXACT = 12, 0.01
 # What reads a cache's worth, counted by itself: it is the same in each part.
 _PARTS = "parts"
 EXPLAINED = (
@@ -150,22 +148,30 @@ def explained(actions: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dic
     Args:
         actions: the amounts of each and its seconds. See [Note: layers of no work].
     """
-    optimize: Any = import_module("scipy.optimize")
-    numpy: Any = import_module("numpy")
     names = (_PARTS, *map(str, EXPLAINED))
     scales = [max(seconds, _SHORT_S) for _, seconds in actions]
-    rows = numpy.array(
-        [[amounts.get(n, 0.0) / s for n in names] for (amounts, _), s in zip(actions, scales, strict=True)]
+    wanted = [seconds / scale for (_, seconds), scale in zip(actions, scales, strict=True)]
+    rows = [
+        [(column, amounts[name] / scale) for column, name in enumerate(names) if amounts.get(name)]
+        for (amounts, _), scale in zip(actions, scales, strict=True)
+    ]
+    # The sum of distances, not of their squares: what was disturbed is passed over. A distance is
+    # not less than the difference in either direction.
+    first = len(names)
+    below = [[*row, (first + i, 1.0)] for i, row in enumerate(rows)]
+    over = [[*row, (first + i, -1.0)] for i, row in enumerate(rows)]
+    count, nothing = len(rows), [math.inf] * len(rows)
+    program = LinearProgram(
+        [0.0] * (first + count),
+        [math.inf] * (first + count),
+        [*below, *over],
+        [*wanted, *(-one for one in nothing)],
+        [*nothing, *wanted],
     )
-    wanted = numpy.array([seconds / scale for (_, seconds), scale in zip(actions, scales, strict=True)])
-    weights = apart = solved = numpy.ones(len(actions))
-    for _ in range(_ROUNDS):
-        solved, _ = optimize.nnls(rows * weights[:, None], wanted * weights)
-        # The sum of distances instead of their squares: what was disturbed is passed over.
-        apart = numpy.abs(rows @ solved - wanted)
-        weights = 1 / numpy.sqrt(numpy.maximum(apart, _EXACT))
-    spread = max(_LEAST_SPREAD, float(numpy.median(apart)))
-    return {kind: float(s) for kind, s in zip(EXPLAINED, solved[1:], strict=True)}, spread
+    solved = program.minimize([*([0.0] * first), *([1.0] * count)])
+    assert solved is not None, "any seconds will do, with distances that are large enough"
+    spread = max(_LEAST_SPREAD, statistics.median(solved[first:]))
+    return dict(zip(EXPLAINED, solved[1:first], strict=True)), spread
 
 
 def _measure(design: _Design, hardware: Hardware, directory: str | Path | None) -> _MeasuredDesign:

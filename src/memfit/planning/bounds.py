@@ -25,7 +25,7 @@ from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.work_kinds import Work, summed
-from memfit.prediction.clock import host_work_seconds, work_seconds
+from memfit.prediction.clock import Pace
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.microbatch_traces import input_bytes, traces_of
@@ -61,16 +61,19 @@ class PeakBounds:
         profile: of the model.
         staging_bytes: as in `scheduling.lower`.
         device: likewise; beside an accelerator the staging is host memory.
+        known: facts about the profile that were found before, and are added to.
     """
 
-    def __init__(self, profile: Profile, *, staging_bytes: int, device: str = "cpu") -> None:
+    def __init__(
+        self, profile: Profile, *, staging_bytes: int, device: str = "cpu", known: KnownFacts | None = None
+    ) -> None:
         self._profile = profile
         self._staging_bytes = staging_bytes if is_processor(device) else 0
         self._weights = [flat_weight_bytes(block) for block in profile.blocks]
         # What backward makes; where it adds up in another dtype it takes more.
         self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
         self._activations: dict[Any, tuple[_Moment, ...]] = {}
-        self._known = KnownFacts()
+        self._known = known or KnownFacts()
 
     def of(self, plan: Plan) -> int:
         """Bytes that the step's predicted device peak is not below.
@@ -78,10 +81,17 @@ class PeakBounds:
         See [Note: why it is a bound].
         """
         shape = self._known.shape(plan, self._profile)
-        resting = self._resting_bytes(plan, shape)
+        known, homes, calls = self._known, self._known.homes_of(plan), self._known.calls_of(plan)
+        resting = known.found(("rests", homes), lambda: self._resting_bytes(plan, shape))
+        resting += input_bytes(traces_of(self._profile, plan.microbatches, known), known)
         staging = self._staging_bytes if uses_disk(plan, shape) else 0
-        found = (m.least_bytes + self._visiting_bytes(m, shape) for m in self._moments(plan, shape))
-        return resting + staging + max(found)
+        visiting = known.found(("visits most", homes, calls), lambda: self._most_visiting(shape))
+        highest = 0
+        for moment in self._moments(plan, shape):
+            if moment.least_bytes + visiting <= highest:
+                break  # as are all that follow, which are lower
+            highest = max(highest, moment.least_bytes + self._visiting_bytes(moment, shape))
+        return resting + staging + highest
 
     def _resting_bytes(self, plan: Plan, shape: StepShape) -> int:
         profile, total = self._profile, self._profile.buffer_bytes
@@ -89,7 +99,11 @@ class PeakBounds:
             total += 0 if index in shape.visiting else self._weights[index]
             if plan.block(block.name).state_home is Tier.DEVICE:
                 total += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-        return total + input_bytes(traces_of(profile, plan.microbatches, self._known), self._known)
+        return total
+
+    def _most_visiting(self, shape: StepShape) -> int:
+        moments = (_Moment(segment=i, is_backward=True, least_bytes=0) for i in range(len(shape.segments)))
+        return max((self._visiting_bytes(moment, shape) for moment in moments), default=0)
 
     def _visiting_bytes(self, moment: _Moment, shape: StepShape) -> int:
         if moment.segment < 0:
@@ -100,12 +114,13 @@ class PeakBounds:
         return nbytes
 
     def _moments(self, plan: Plan, shape: StepShape) -> tuple[_Moment, ...]:
-        key = (plan.microbatches, plan.order, plan.calls, plan.cut_tail)
+        key = plan.microbatches, plan.order, self._known.calls_of(plan)
         if key not in self._activations:
             traces = traces_of(self._profile, plan.microbatches, self._known)
             facts = [self._known.segments(trace, plan, shape, self._profile) for trace in traces]
             leaves = any(tier is not None for tier in shape.leaves)
-            self._activations[key] = _rises(facts[0]) if leaves else _lifetimes(facts)
+            found = _rises(facts[0]) if leaves else _lifetimes(facts)
+            self._activations[key] = tuple(sorted(found, key=lambda moment: -moment.least_bytes))
         return self._activations[key]
 
 
@@ -162,32 +177,37 @@ def _lifetimes(of_microbatches: Sequence[SegmentFacts]) -> tuple[_Moment, ...]:
     return tuple(found)
 
 
-def compute_seconds(traces: Sequence[TraceProfile], plan: Plan, shape: StepShape, hardware: Hardware) -> float:
+def compute_seconds(
+    traces: Sequence[TraceProfile], plan: Plan, shape: StepShape, pace: Pace, known: KnownFacts
+) -> float:
     """Seconds of pure compute of a training step, from the trace of each microbatch: a lower bound
     of any schedule's time.
     """
-    found = {id(trace): _compute_work(trace, plan, shape) for trace in traces}
+    found = {id(trace): _compute_work(trace, plan, shape, known) for trace in traces}
     of_traces = [(found[id(trace)], 1.0) for trace in traces]
-    return work_seconds(summed(of_traces), hardware) + work_seconds(STEP_ITSELF, hardware)
+    return pace.work_s(summed(of_traces)) + pace.work_s(STEP_ITSELF)
 
 
-def _compute_work(trace: TraceProfile, plan: Plan, shape: StepShape) -> Work:
+def _compute_work(trace: TraceProfile, plan: Plan, shape: StepShape, known: KnownFacts) -> Work:
     works = [trace.prologue_work, trace.seed_work, SEED_ENTRY]
     for segment, has_backward in enumerate(shape.has_backward):
-        works.append(segment_work(trace, plan, shape, segment, is_backward=False))
-        if has_backward:
-            works.append(segment_work(trace, plan, shape, segment, is_backward=True))
+        first, last = shape.segments[segment]
+        for is_backward in (False, True)[: 1 + has_backward]:
+            key = "segment", trace.rows, first, last, plan.call(first).saved, is_backward
+            works.append(
+                known.found(key, lambda: segment_work(trace, plan, shape, segment, is_backward=is_backward))  # noqa: B023, asked at once
+            )
     return summed((work, 1.0) for work in works)
 
 
-def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:
+def update_seconds(plan: Plan, profile: Profile, block: int, pace: Pace) -> tuple[float, float]:
     """Seconds for which a block's update delays compute, and for which it keeps the host's cores
     busy: one of the two is zero.
     """
     work = update_work(plan, profile, block)
-    if plan.block(profile.blocks[block].name).updates_on_host(hardware.device):
-        return 0.0, host_work_seconds(work, hardware)
-    return work_seconds(work, hardware), 0.0
+    if plan.block(profile.blocks[block].name).updates_on_host(pace.hardware.device):
+        return 0.0, pace.host_work_s(work)
+    return pace.work_s(work), 0.0
 
 
 def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: float) -> float:

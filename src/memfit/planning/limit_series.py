@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-_LIMITS_AN_OCTAVE = 12
+_LIMITS_AN_OCTAVE = 8
 # Models of more units than so many are looked at with half as many limits, and so on.
 _MANY_UNITS = 40
 # Of few units a plan is judged soon: then the series has so many times as many limits, and mixtures
 # are solved for at every so-manieth of them. At the others the best is polished.
-_FINER = ((8, 4),)
+_FINER = ((8, 6),)
 
 
 def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, int]]:

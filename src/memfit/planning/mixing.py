@@ -14,19 +14,20 @@ point to begin from, not the answer: whole units and the order of events are the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
-from typing import Any
 
 from memfit.core.tiers import Tier
+from memfit.planning.linear_programs import LinearProgram
 from memfit.planning.slot_prices import OptionPrices, Row
 from memfit.prediction.bytes import Slot
 
 _GIB = float(1 << 30)
 # Of lanes that are not the busiest: decides between equal optima for less work.
 _TIE = 1e-3
+_OF_LANES = ("lane", "bound")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,69 +62,83 @@ class Shares:
     seconds: float
 
 
-def best_shares(
-    prices: OptionPrices,
-    room: ByteRoom,
-    *,
-    stall_weight: float,
-    ends: Sequence[int] | None = None,
-    is_bound: bool = False,
-) -> Shares | None:
-    """Solves the mixture program; None if no mixture is within the room.
+class MixtureProgram:
+    """The mixture program of some options, solved with one room after the other.
 
     Args:
         prices: of the options.
-        room: bytes.
-        stall_weight: of the stalls of options, from 0 to 1.
-        ends: index of the option of each group of ends, where they are decided.
-        is_bound: its seconds are what is asked for, so that all that bounds them counts.
 
     See [Note: the mixture program].
     """
-    import numpy as np
 
-    # Not typed, and slow to import: only where mixed plans are looked for.
-    optimize: Any = import_module("scipy.optimize")
-    groups = (len(prices.policies), len(prices.homes), *map(len, prices.ends))
-    options, count = prices.options, len(prices.options)
-    # Rows of lanes are less than the seconds in the last column; all others are in GiB.
-    matrix = np.zeros((len(prices.rows), count + 1))
-    above = np.zeros(len(prices.rows))
-    used: list[int] = []
-    for i, (row, here) in enumerate(zip(prices.rows, prices.known, strict=True)):
-        if row.kind == "lane" or (is_bound and row.kind == "bound"):
-            matrix[i, :count], matrix[i, count], above[i] = prices.by_row[i], -1.0, -here
-        elif (limit := limit_of(row, room)) is not None:
-            matrix[i, :count], above[i] = prices.by_row[i] / _GIB, (limit - here) / _GIB
-        else:
-            continue
-        used.append(i)
-    sums: list[list[float]] = []
-    for group in groups:
-        begin = sum(groups[: len(sums)])
-        sums.append([1.0 if begin <= i < begin + group else 0.0 for i in range(count + 1)])
-    work = [sum(value for row, value in more.items() if row.kind == "lane") for more, _ in options]
-    cost = [_TIE * w + stall_weight * max(0.0, stall_s) for w, (_, stall_s) in zip(work, options, strict=True)]
-    begins = [sum(groups[:i]) for i in range(len(groups) + 1)]
-    limits: list[tuple[float, float | None]] = [(0.0, 1.0)] * count
-    for group, option in enumerate(ends or ()):
-        first = begins[group + 2]
-        for i in range(first, begins[group + 3]):
-            limits[i] = (0.0, 1.0 if i - first == option else 0.0)
-    found: Any = optimize.linprog(
-        [*cost, 1.0],
-        A_ub=matrix[used] if used else None,
-        b_ub=above[used] if used else None,
-        A_eq=sums,
-        b_eq=[1.0] * len(sums),
-        bounds=[*limits, (0.0, None)],
-        method="highs",
-    )
-    if found.x is None or not found.success:
-        return None
-    shares = [float(value) for value in found.x[:count]]
-    by_group = [tuple(shares[begin:end]) for begin, end in pairwise(begins)]
-    return Shares(policies=by_group[0], homes=by_group[1], ends=tuple(by_group[2:]), seconds=float(found.x[count]))
+    def __init__(self, prices: OptionPrices) -> None:
+        self._prices = prices
+        count, rows = len(prices.options), prices.rows
+        self._groups = (len(prices.policies), len(prices.homes), *map(len, prices.ends))
+        self._begins = [sum(self._groups[:i]) for i in range(len(self._groups) + 1)]
+        # Rows of lanes are less than the seconds in the last column; all others are in GiB.
+        self._scales = [1.0 if row.kind in _OF_LANES else _GIB for row in rows]
+        terms = [
+            [(column, float(more) / scale) for column, more in enumerate(of_row) if more]
+            + ([(count, -1.0)] if row.kind in _OF_LANES else [])
+            for row, of_row, scale in zip(rows, prices.by_row, self._scales, strict=True)
+        ]
+        sums = [[(column, 1.0) for column in range(begin, end)] for begin, end in pairwise(self._begins)]
+        self._sums = [1.0] * len(sums)
+        self._least = [*([-math.inf] * len(rows)), *self._sums]
+        self._program = LinearProgram(
+            [0.0] * (count + 1),
+            [*([1.0] * count), math.inf],
+            [*terms, *sums],
+            self._least,
+            [*([math.inf] * len(rows)), *self._sums],
+            options={"presolve": "off", "solver": "simplex"},
+        )
+        work = [sum(value for row, value in more.items() if row.kind == "lane") for more, _ in prices.options]
+        self._ties = [_TIE * seconds for seconds in work]
+        self._stalls = [max(0.0, stall_s) for _, stall_s in prices.options]
+
+    def best_shares(
+        self,
+        room: ByteRoom,
+        *,
+        stall_weight: float,
+        ends: Sequence[int] | None = None,
+        is_bound: bool = False,
+    ) -> Shares | None:
+        """Solves the program; None if no mixture is within the room.
+
+        Args:
+            room: bytes.
+            stall_weight: of the stalls of options, from 0 to 1.
+            ends: index of the option of each group of ends, where they are decided.
+            is_bound: its seconds are what is asked for, so that all that bounds them counts.
+        """
+        count = self._begins[-1]
+        above = [
+            self._most(row, known, room, is_bound=is_bound) / scale
+            for row, known, scale in zip(self._prices.rows, self._prices.known, self._scales, strict=True)
+        ]
+        most = [1.0] * count
+        for group, option in enumerate(ends or ()):
+            begin, end = self._begins[group + 2 : group + 4]
+            most[begin:end] = [1.0 if i == option else 0.0 for i in range(end - begin)]
+        self._program.bound_rows(self._least, [*above, *self._sums])
+        self._program.bound_columns([0.0] * (count + 1), [*most, math.inf])
+        cost = [tie + stall_weight * stall_s for tie, stall_s in zip(self._ties, self._stalls, strict=True)]
+        found = self._program.minimize([*cost, 1.0])
+        if found is None:
+            return None
+        by_group = [tuple(found[begin:end]) for begin, end in pairwise(self._begins)]
+        return Shares(policies=by_group[0], homes=by_group[1], ends=tuple(by_group[2:]), seconds=found[count])
+
+    @staticmethod
+    def _most(row: Row, known: float, room: ByteRoom, *, is_bound: bool) -> float:
+        """Returns what options may take of a row more than the reference; infinite: any amount."""
+        if row.kind in _OF_LANES:
+            return -known if is_bound or row.kind == "lane" else math.inf
+        limit = limit_of(row, room)
+        return math.inf if limit is None else limit - known
 
 
 def limit_of(row: Row, room: ByteRoom) -> float | None:

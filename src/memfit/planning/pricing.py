@@ -328,14 +328,22 @@ class Loads:
 
 def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     """Adds up a plan's work, block by block, without its schedule."""
-    profile, hardware = question.profile, question.hardware
+    profile = question.profile
     shape = question.known.shape(plan, profile)
     traces = traces_of(profile, plan.microbatches, question.known)
-    key = "compute", traces[0].rows, plan.microbatches, plan.calls, plan.cut_tail
-    work_s = question.known.found(key, lambda: compute_seconds(traces, plan, shape, hardware))
+    known = question.known
+    key = "compute", traces[0].rows, plan.microbatches, known.calls_of(plan)
+    work_s = known.found(key, lambda: compute_seconds(traces, plan, shape, question.pace, known))
+    key = "loads", known.homes_of(plan), plan.microbatches, plan.order, plan.cut_tail
+    of_blocks = known.found(key, lambda: _loads_of_blocks(plan, question, shape))
+    return replace(of_blocks, work_s=work_s + of_blocks.work_s)
+
+
+def _loads_of_blocks(plan: Plan, question: PlanQuestion, shape: StepShape) -> Loads:
+    """Adds up what blocks bring, whatever calls do."""
     moved_s: dict[tuple[Tier, str], float] = {}
-    resident, host_s = 0, 0.0
-    for block, profiled in enumerate(profile.blocks):
+    work_s, host_s, resident = 0.0, 0.0, 0
+    for block, profiled in enumerate(question.profile.blocks):
         key = "loads", plan.microbatches, plan.order, plan.cut_tail
         one = question.known.of_update(plan, profiled.name, key, partial(_loads_of_block, plan, question, shape, block))
         work_s, host_s, resident = work_s + one.work_s, host_s + one.host_s, resident + one.resident_bytes
@@ -365,7 +373,7 @@ def _loads_of_block(plan: Plan, question: PlanQuestion, shape: StepShape, block:
         return Loads(work_s=0.0, host_s=0.0, moved_s=moved_s, resident_bytes=resident)
     if homes.gradient_home is not Tier.DEVICE:
         _add(moved_s, hardware, homes.gradient_home, "write", flat_gradient_bytes(profiled))
-    work_s, host_s = update_seconds(plan, profile, block, hardware)
+    work_s, host_s = update_seconds(plan, profile, block, question.pace)
     traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
     goes_on = not homes.updates_on_host(hardware.device)
     for (tier, _), nbytes in traffic.read.items():

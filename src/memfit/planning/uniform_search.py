@@ -117,7 +117,10 @@ class UniformSearch:
         if self._bounds is None:
             question = self._question
             self._bounds = PeakBounds(
-                question.profile, staging_bytes=question.staging_bytes, device=question.hardware.device
+                question.profile,
+                staging_bytes=question.staging_bytes,
+                device=question.hardware.device,
+                known=question.known,
             )
         if candidate.index not in self._peaks:
             self._peaks[candidate.index] = self._bounds.of(candidate.candidate.plan)
@@ -130,7 +133,11 @@ class UniformSearch:
         if known is None:
             # A store's room counts otherwise than what rests there.
             limits = {t: limit for t, limit in question.limits.items() if not (question.scheme and t is Tier.DISK)}
-            known = all(home_bytes(plan, question.profile, tier) <= limit for tier, limit in limits.items())
+            homes = question.known.homes_of(plan)
+            known = all(
+                question.known.found(("home", homes, tier), lambda: home_bytes(plan, question.profile, tier)) <= limit  # noqa: B023, asked at once
+                for tier, limit in limits.items()
+            )
             self._has_room[candidate.index] = known
         return known
 

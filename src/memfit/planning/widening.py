@@ -16,7 +16,7 @@ nothing depends on the clock: the same question has the same answer.
 
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There
-is one series of limits for all questions about a model, each 6 % above the one before (12 % and
+is one series of limits for all questions about a model, each 9 % above the one before (19 % and
 more where a model has very many layers, 1.5 % where it has few; `limit_series`). From the smallest
 at which anything fits to the first that is not below the one asked about, plans are
 looked for at each in turn, beginning from what the ones before have found. Of all plans that were
@@ -45,7 +45,8 @@ from memfit.planning.chain import frame_bound_s
 from memfit.planning.limit_series import finer_by, series_of_limits
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, spread, whole_counts
-from memfit.planning.mixing import ByteRoom, Shares, best_shares
+from memfit.planning.mixing import ByteRoom, MixtureProgram, Shares
+from memfit.planning.option_counts import OptionCounts, all_shifted, other_ends
 from memfit.planning.place_prices import PlacePrices
 from memfit.planning.polish import polish
 from memfit.planning.price_table import PriceTable
@@ -82,7 +83,7 @@ _WORTH = 1e-3
 def mixes(question: PlanQuestion) -> bool:
     """Tells whether mixed plans are looked for. See [Note: when it is looked for them]."""
     is_large = question.profile.weight_bytes >= LEAST_WEIGHT_BYTES
-    # On a processor, scipy would be counted against the limit of the job that is planned.
+    # On a processor, the solver would be counted against the limit of the job that is planned.
     return (
         is_large
         and not is_processor(question.hardware.device)
@@ -195,15 +196,6 @@ def _frames(plans: Iterable[Plan]) -> list[tuple[Plan, Plan]]:
     return frames
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """How many units have each option, and which one each group of ends has."""
-
-    policies: tuple[int, ...]
-    homes: tuple[int, ...]
-    ends: tuple[int, ...]
-
-
 class _FrameSearch:
     """Search in one frame, at one limit after the other.
 
@@ -228,10 +220,11 @@ class _FrameSearch:
         homes = list_homes(rules)
         policies = list_policies(trace, frozenset(judge.units.calls), question.tiers)
         self._prices: OptionPrices = judge.prices(policies, homes)
+        self._program = MixtureProgram(self._prices)
         self._places: dict[Ahead, PlacePrices] = {}
         # By how far ahead: in the order in which they were tried.
-        self._tried: dict[Ahead, dict[_Counts, None]] = {}
-        self._mixtures: dict[_Counts, Mixture] = {}
+        self._tried: dict[Ahead, dict[OptionCounts, None]] = {}
+        self._mixtures: dict[OptionCounts, Mixture] = {}
         self._spreads: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._known_s = math.inf
         # Times in turn that moving, and polishing, gained nothing: then less of it is done.
@@ -243,7 +236,7 @@ class _FrameSearch:
         self._judges.within(question)
         room = ByteRoom(device=question.budget.tensor_bytes, slack={}, tiers=question.limits)
         self._table = PriceTable(self._prices, room)
-        self._starts: list[_Counts] = []
+        self._starts: list[OptionCounts] = []
 
     def run(self, seed: Plan, known_s: float) -> None:
         """Rounds the program's solutions, then moves units from option to option.
@@ -282,16 +275,16 @@ class _FrameSearch:
             if before is not None:
                 self._begin_from(before)
 
-    def _best_tried(self) -> _Counts | None:
+    def _best_tried(self) -> OptionCounts | None:
         """Returns the best counts that fit, going as far ahead as now; None: none do."""
         tried = tuple(self._tried.get(Ahead.said_by(self._judge.frame), ()))
         fitting = [counts for counts in tried if self._try(counts).built.fits]
         return min(fitting, key=self._seconds_of, default=None)
 
-    def _seconds_of(self, counts: _Counts) -> float:
+    def _seconds_of(self, counts: OptionCounts) -> float:
         return self._try(counts).built.weighed_s
 
-    def _begin_from(self, counts: _Counts) -> None:
+    def _begin_from(self, counts: OptionCounts) -> None:
         if self._try(counts).built.fits:
             self._starts.append(counts)
 
@@ -309,7 +302,7 @@ class _FrameSearch:
     def bound_s(self) -> float:
         """Seconds that no mixture of shares takes less than, without waits; infinite: none fits."""
         room = ByteRoom(device=self._question.budget.tensor_bytes, slack={}, tiers=self._question.limits)
-        shares = best_shares(self._prices, room, stall_weight=0.0, is_bound=True)
+        shares = self._program.best_shares(room, stall_weight=0.0, is_bound=True)
         return math.inf if shares is None else shares.seconds
 
     def chain_bound_s(self, bound_s: float) -> float:
@@ -345,7 +338,7 @@ class _FrameSearch:
         polish(judge, start, prices, self._table, self._places[ahead])
         self._polished_in_vain = 0 if self.best_s < before_s * (1 - _WORTH) else self._polished_in_vain + 1
 
-    def _counts_of(self, plan: Plan) -> _Counts | None:
+    def _counts_of(self, plan: Plan) -> OptionCounts | None:
         """Returns a plan's options as counts; None where it has others than are listed."""
         units, prices = self._judge.units, self._prices
         policies = [plan.call(index) for index in units.calls]
@@ -355,7 +348,7 @@ class _FrameSearch:
         known_homes = [option.value for option in prices.homes]
         if not ({*policies} <= {*known_policies} and {*homes, *ends} <= {*known_homes}):
             return None
-        return _Counts(
+        return OptionCounts(
             policies=tuple(policies.count(value) for value in known_policies),
             homes=tuple(homes.count(value) for value in known_homes),
             ends=tuple(known_homes.index(value) for value in ends),
@@ -381,7 +374,7 @@ class _FrameSearch:
                 if any(max(group) < 1 - _WHOLE for group in shares.ends):
                     shares = self._shares(slack, stall_weight, ends, tiers) or shares
             count = len(self._judge.units.calls)
-            counts = _Counts(
+            counts = OptionCounts(
                 policies=tuple(whole_counts(shares.policies, count)),
                 homes=tuple(whole_counts(shares.homes, count)),
                 ends=ends,
@@ -404,14 +397,14 @@ class _FrameSearch:
         tiers: Mapping[Tier, float],
     ) -> Shares | None:
         room = ByteRoom(device=self._question.budget.tensor_bytes, slack=slack, tiers=tiers)
-        return best_shares(self._prices, room, stall_weight=stall_weight, ends=ends)
+        return self._program.best_shares(room, stall_weight=stall_weight, ends=ends)
 
-    def _try(self, counts: _Counts) -> Judged:
+    def _try(self, counts: OptionCounts) -> Judged:
         """Judges a mixture."""
         self._tried.setdefault(Ahead.said_by(self._judge.frame), {})[counts] = None
         return self._judge(self._mixture(counts))
 
-    def _mixture(self, counts: _Counts) -> Mixture:
+    def _mixture(self, counts: OptionCounts) -> Mixture:
         prices, found = self._prices, self._mixtures.get(counts)
         if found is None:
             found = self._mixtures[counts] = Mixture(
@@ -426,7 +419,7 @@ class _FrameSearch:
             self._spreads[counts] = spread(counts)
         return self._spreads[counts]
 
-    def _move(self, start: _Counts) -> None:
+    def _move(self, start: OptionCounts) -> None:
         """Moves units between options while that gains: what promises most is judged first."""
         counts, known = start, self._judge(self._mixture(start))
         tried = 0
@@ -443,7 +436,7 @@ class _FrameSearch:
                     counts, known, improved = other, found, True
                     break
 
-    def _promising(self, counts: _Counts, known: Judged) -> list[_Counts]:
+    def _promising(self, counts: OptionCounts, known: Judged) -> list[OptionCounts]:
         """Returns neighbours that fit and are faster by their prices, corrected by what the judge
         found beyond them for the mixture that they are neighbours of; the fastest first.
         """
@@ -451,9 +444,9 @@ class _FrameSearch:
 
         table, prices, total = self._table, self._prices, len(self._judge.units.calls)
         here, first = table.amounts_of(known), table.first_home
-        policies = [counts.policies, *_all_shifted(counts.policies)]
-        homes = [counts.homes, *_all_shifted(counts.homes)]
-        ends = [counts.ends, *_other_ends(counts.ends, [len(group) for group in prices.ends])]
+        policies = [counts.policies, *all_shifted(counts.policies)]
+        homes = [counts.homes, *all_shifted(counts.homes)]
+        ends = [counts.ends, *other_ends(counts.ends, [len(group) for group in prices.ends])]
         by_policies = (np.array(policies) - np.array(counts.policies)) @ table.more[:first] / total
         by_homes = (np.array(homes) - np.array(counts.homes)) @ table.more[first : table.first_ends[0]] / total
         # A model may have no ends.
@@ -465,7 +458,7 @@ class _FrameSearch:
             (table.worth(here + by_policies[:, None] + by_homes[None], known), policies, True),
             (table.worth(here + by_ends[:, None] + by_homes[None], known), ends, False),
         ]
-        listed: list[tuple[float, int, _Counts]] = []
+        listed: list[tuple[float, int, OptionCounts]] = []
         for seconds, others, is_policies in worth:
             for index in np.argsort(seconds, axis=None, kind="stable")[: 4 * _MOST_MOVES]:
                 i, j = divmod(int(index), len(homes))
@@ -474,27 +467,3 @@ class _FrameSearch:
                     listed.append((float(seconds[i, j]), len(listed), replace(changed, homes=homes[j])))
         found = [other for _, _, other in sorted(listed) if self._mixture(other) not in self._judge.judged]
         return found[:_MOST_MOVES]
-
-
-def _other_ends(ends: tuple[int, ...], options: Sequence[int]) -> list[tuple[int, ...]]:
-    """Lists ends of which one group has another option."""
-    return [
-        (*ends[:group], other, *ends[group + 1 :])
-        for group, count in enumerate(options)
-        for other in range(count)
-        if other != ends[group]
-    ]
-
-
-def _all_shifted(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    total = sum(counts)
-    sizes = sorted({max(1, total // part) for part in (2, 4, 8, total)}, reverse=True)
-    return list(dict.fromkeys(moved for size in sizes for moved in _shifted(counts, size)))
-
-
-def _shifted(counts: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
-    for source, there in enumerate(counts):
-        for target in range(len(counts)):
-            if target != source and there:
-                moved = min(size, there)
-                yield tuple(c - moved if i == source else c + moved if i == target else c for i, c in enumerate(counts))

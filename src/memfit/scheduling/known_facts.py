@@ -31,20 +31,48 @@ class KnownFacts:
         self._of_plans: dict[Any, SegmentFacts] = {}
         self._found: dict[Any, Any] = {}
         self._alike: dict[str, str] = {}
+        # A plan is looked at by several in turn: the last one is known.
         self._described: tuple[Plan, StepShape] | None = None
+        self._numbered: tuple[Plan, int, int] | None = None
+        self._numbers: dict[Any, int] = {}
 
     def shape(self, plan: Plan, profile: Profile) -> StepShape:
-        """Returns the shape of a plan's step. A plan is built and lowered in turn: the last one is
-        known.
-        """
+        """Returns the shape of a plan's step."""
         if self._described is None or self._described[0] is not plan:
-            masters = plan.splits_masters or plan.drops_masters
-            key = "shape of homes", *plan.blocks.items(), plan.ranks, plan.is_atomic, plan.update, masters
-            homes = self.found(key, lambda: describe_homes(plan, profile))
-            key = "shape of calls", plan.calls, plan.tail, plan.cut_tail
-            calls = self.found(key, lambda: describe_calls(plan, profile))
-            self._described = plan, describe_step(plan, profile, calls, homes)
+            homes, calls = self.homes_of(plan), self.calls_of(plan)
+            of_homes = self.found(("shape of homes", homes), lambda: describe_homes(plan, profile))
+            of_calls = self.found(("shape of calls", calls), lambda: describe_calls(plan, profile))
+            key = "shape", homes, calls, plan.microbatches, plan.order, plan.scales_losses
+            self._described = plan, self.found(key, lambda: describe_step(plan, profile, of_calls, of_homes))
         return self._described[1]
+
+    def homes_of(self, plan: Plan) -> int:
+        """Returns the number of a plan's decisions about blocks: homes, masters, formats, ranks.
+        Plans that decide the same share it.
+        """
+        return self._numbers_of(plan)[1]
+
+    def calls_of(self, plan: Plan) -> int:
+        """Returns the number of a plan's decisions about calls, the tail among them."""
+        return self._numbers_of(plan)[2]
+
+    def _numbers_of(self, plan: Plan) -> tuple[Plan, int, int]:
+        if self._numbered is None or self._numbered[0] is not plan:
+            homes = (
+                "homes",
+                *plan.blocks.items(),
+                plan.ranks,
+                plan.is_atomic,
+                plan.update,
+                plan.splits_masters,
+                plan.drops_masters,
+                plan.state_format,
+                plan.frozen_format,
+            )
+            calls = "calls", plan.calls, plan.tail, plan.cut_tail
+            numbers = [self._numbers.setdefault(key, len(self._numbers)) for key in (homes, calls)]
+            self._numbered = plan, numbers[0], numbers[1]
+        return self._numbered
 
     def segments(
         self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile, *, is_training: bool = True
@@ -55,7 +83,7 @@ class KnownFacts:
         if not is_training:
             plan = _without_saving(plan, trace)
             shape = describe_step(plan, profile)
-        key = trace.rows, plan.calls, plan.cut_tail, plan.microbatches, plan.order, plan.ranks
+        key = trace.rows, self.calls_of(plan), plan.microbatches, plan.order, plan.ranks
         found = self._of_plans.get(key)
         if found is None:
             first = self._of_traces.get(trace.rows)

@@ -341,15 +341,14 @@ class _Lowering:
     def _update(self, action: Update) -> None:
         """Lowers an update: a pipeline of reads, work and writes, which ends with the slowest."""
         draft, block = self._draft, action.block
-        left, known = self._take_leaving(), list(draft.changes)
+        left, gone = self._take_leaving(), list(draft.changes)
         # A visit that no call waited for still arrives, and would overwrite what is updated.
         draft.waits = [*left, *(self._tokens.waits(_FETCH, block) if block in self._visiting else ())]
         self._line.submit(block, is_here=self._is_here(block))
         plan, profile, name = self._plan, self._profile, self._shape.blocks[block]
+        known = partial(self._known.of_update, plan, name, like=self._known.alike(profile, name))
         is_visiting = block in self._visiting
-        traffic = self._known.of_update(
-            plan,
-            name,
+        traffic = known(
             ("traffic", is_visiting, self._device),
             lambda: update_traffic(plan, profile, block, is_visiting=is_visiting, device=self._device),
         )
@@ -362,7 +361,7 @@ class _Lowering:
         draft.is_chain = False
         draft.gives = self._tokens.of_block(_UPDATE, block)
         draft.behind, self._pipeline = self._pipeline, draft.gives
-        work = self._known.of_update(plan, name, "work", lambda: work_amounts.update_work(plan, profile, block))
+        work = known("work", lambda: work_amounts.update_work(plan, profile, block))
         if self._updates_on_host[block]:
             draft.host_work = work
             draft.update_place = UpdatePlace.HOST
@@ -379,7 +378,7 @@ class _Lowering:
             else:
                 draft.update_place = UpdatePlace.AT_ONCE
                 # Gradients on their way home are there before the first piece is made.
-                draft.rise_behind(known, "staging", "updates", self._line.peak_bytes[Tier.DEVICE])
+                draft.rise_behind(gone, "staging", "updates", self._line.peak_bytes[Tier.DEVICE])
                 self._line.wait(block)
 
     # --- computing

@@ -350,7 +350,7 @@ class Line:
             highest = max(highest, left_before + before.coming + before.working + first.coming)
             left = before.leaving
         self.peak_bytes[place] = max(highest, left + row.first_bytes)
-        leaves_last = replace(last, leaving=last.leaving + kept)
+        leaves_last = replace(last, leaving=last.leaving + kept) if kept else last
         self._last[place] = leaves_last, row.pieces[-2].leaving + kept if len(row.pieces) > 1 else left
         self._kept_bytes = row.lasting_bytes if is_beside else self._kept_bytes
 
