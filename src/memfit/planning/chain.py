@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from memfit.core.plan import BlockPlan, CallPlan
 from memfit.core.tiers import Tier
@@ -45,10 +46,15 @@ from memfit.planning.slot_prices import Judge
 _GIB = float(1 << 30)
 # Of a program of at most so many rows the ends are whole; that takes a few nodes.
 _FEW_ROWS = 4000
-_NODES = 20
-_NEAR_ENOUGH = 5e-3
-# Where ends are whole these take longer than they save (measured: 0.44 s instead of 0.77).
-_OF_WHOLE = {"presolve": "off", "mip_detect_symmetry": False}
+# Where ends are whole, simplifying takes longer than it saves (measured: 0.44 s instead of 0.77). Of
+# shares only the optimum is asked for, not the columns: 126 layers take 5 s, by simplex 64.
+_OF_WHOLE: Mapping[str, object] = {
+    "mip_max_nodes": 20,
+    "mip_rel_gap": 5e-3,
+    "presolve": "off",
+    "mip_detect_symmetry": False,
+}
+_OF_SHARES: Mapping[str, object] = {"solver": "ipm", "run_crossover": "off"}
 
 _Terms = list[tuple[int, float]]
 
@@ -117,6 +123,7 @@ class _Program:
         self._least: list[float] = []
         self._most: list[float] = []
         self._taken: dict[int, float] = {}
+        self._free: list[int] = []
         first = len(prices.policies)
         self._units = [self._new(len(options)) for options in prices.of_units]
         self._ends = [self._new(len(options)) for options in prices.of_ends]
@@ -143,12 +150,29 @@ class _Program:
         """Adds rows of bytes."""
         known = self._prices.reference
         if device is not None:
-            for position, slot in enumerate(self._prices.slots):
-                terms = [(c, float(p.slots[position]) / _GIB) for c, p in self._priced() if p.slots[position]]
-                self._row(terms, -math.inf, (device - known.slots[slot]) / _GIB)
+            self._limit_slots(device)
         for tier, limit in tiers.items():
             terms = [(c, p.tiers[tier] / _GIB) for c, p in self._priced() if p.tiers.get(tier)]
             self._row(terms, -math.inf, (limit - known.built.cost.peaks.get(tier, 0)) / _GIB)
+
+    def _limit_slots(self, device: int) -> None:
+        """Adds the device's rows. Far from a unit's own place its bytes are the same from slot to
+        slot: what changes is said, so that a large program has few terms.
+        """
+        import numpy as np
+
+        priced = self._priced()
+        columns: Any = np.array([column for column, _ in priced])
+        # (columns, slots): what each takes more at a slot than at the one before.
+        steps: Any = np.diff(np.array([price.slots for _, price in priced]), axis=1, prepend=0.0) / _GIB
+        held = self._new(len(self._prices.slots))
+        self._free += held
+        for position, slot in enumerate(self._prices.slots):
+            changing: Any = np.flatnonzero(steps[:, position])
+            terms: _Terms = list(zip(columns[changing].tolist(), (-steps[changing, position]).tolist(), strict=True))
+            before: _Terms = [(held[position - 1], -1.0)] if position else []
+            self._row([(held[position], 1.0), *before, *terms], 0.0, 0.0)
+            self._row([(held[position], 1.0)], -math.inf, (device - self._prices.reference.slots[slot]) / _GIB)
 
     def take(self, mixture: Mixture) -> None:
         """Makes the shares those of a mixture."""
@@ -163,6 +187,8 @@ class _Program:
         """
         least, most = [0.0] * self._columns, [math.inf] * self._columns
         most[: self._shares] = [1.0] * self._shares
+        for column in self._free:
+            least[column] = -math.inf
         for column, value in self._taken.items():
             least[column] = most[column] = value
         has_whole = not self._taken and len(self._rows) <= _FEW_ROWS
@@ -173,7 +199,7 @@ class _Program:
             self._least,
             self._most,
             whole=[column for group in self._ends for column in group] if has_whole else (),
-            options={"mip_max_nodes": _NODES, "mip_rel_gap": _NEAR_ENOUGH, **_OF_WHOLE} if has_whole else None,
+            options=_OF_WHOLE if has_whole else _OF_SHARES,
         )
         return program.bound_of_minimum([float(column == self._end) for column in range(self._columns)])
 
