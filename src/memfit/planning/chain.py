@@ -46,8 +46,8 @@ from memfit.planning.slot_prices import Judge
 _GIB = float(1 << 30)
 # Of a program of at most so many rows the ends are whole; that takes a few nodes.
 _FEW_ROWS = 4000
-# Where ends are whole, simplifying takes longer than it saves (measured: 0.44 s instead of 0.77). Of
-# shares only the optimum is asked for, not the columns: 126 layers take 5 s, by simplex 64.
+# Where ends are whole, simplifying takes longer than it saves (measured: 0.44 s instead of 0.77).
+# Of shares only the optimum is asked for, not the columns: 126 layers take 5 s, by simplex 64.
 _OF_WHOLE: Mapping[str, object] = {
     "mip_max_nodes": 20,
     "mip_rel_gap": 5e-3,
@@ -162,15 +162,14 @@ class _Program:
         import numpy as np
 
         priced = self._priced()
-        columns: Any = np.array([column for column, _ in priced])
         # (columns, slots): what each takes more at a slot than at the one before.
-        steps: Any = np.diff(np.array([price.slots for _, price in priced]), axis=1, prepend=0.0) / _GIB
+        bytes_: Any = np.array([price.slots for _, price in priced])
+        steps: list[list[float]] = (np.diff(bytes_, axis=1, prepend=0.0) / _GIB).T.tolist()
         held = self._new(len(self._prices.slots))
         self._free += held
-        for position, slot in enumerate(self._prices.slots):
-            changing: Any = np.flatnonzero(steps[:, position])
-            terms: _Terms = list(zip(columns[changing].tolist(), (-steps[changing, position]).tolist(), strict=True))
-            before: _Terms = [(held[position - 1], -1.0)] if position else []
+        for position, (slot, changes) in enumerate(zip(self._prices.slots, steps, strict=True)):
+            terms = [(column, -change) for (column, _), change in zip(priced, changes, strict=True) if change]
+            before = [(held[position - 1], -1.0)] if position else []
             self._row([(held[position], 1.0), *before, *terms], 0.0, 0.0)
             self._row([(held[position], 1.0)], -math.inf, (device - self._prices.reference.slots[slot]) / _GIB)
 
