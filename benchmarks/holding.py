@@ -14,8 +14,9 @@ Of techniques those are trained that are predicted to be the fastest, `--techniq
 Out: a table and a JSON. Peaks are the device's, phase by phase; the largest behind the load is shown, since the model is built whole on the device
 before `fit`, and may be above the limit until its weights have moved home. Seconds are on the device's counted clock (tests/accelerator/native/timing.h):
 compute by the seconds that its thread was on a processor, copies by the rates of the links, so that a busy machine changes neither by much.
-Predicted seconds are those of the machine's measured rates, calibrated by one factor: measured by predicted seconds of plain training, which is
-trained once more before each training, since a processor that is shared changes its speed from minute to minute by a tenth and more.
+Predicted seconds are those of the machine's measured rates. Calibrated they are by one factor: what the device's thread worked in two steps of the
+same training, before those that are measured, by what was predicted of it; a processor that is shared changes its speed from minute to minute by a
+tenth and more. Waits, copies and what lies beside what are as predicted.
 
 The rate. What matters is how long bytes cross beside what their use computes. An RTX 4090 (100 TFLOP/s, 22 GB/s) in a step of 16,384 tokens has
 0.28 flops for a byte and a token; 40 GFLOP/s of this processor, 256 tokens and 500 MB/s have 0.31.
@@ -63,7 +64,7 @@ ROOT = Path(__file__).parents[1]
 ROWS, TOKENS, WORDS = 4, 64, 2000
 RATE = 500e6
 SHARES = (0.0, 0.3, 0.65, 1.0)
-WARM, MEASURED = 1, 4
+WARM, CALIBRATING, MEASURED = 1, 2, 4
 BELOW = 0.97
 LEAST_LIMIT = 2 * common.MIB
 SPECIAL: dict[str, Any] = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -253,11 +254,10 @@ class _Runs:
         self._device = torch.device("late", 0)
         self._hardware = _measured_once(Path(request["hardware"]), self._device, request["rate"])
         self._batches = self._drawn(self._device)
-        self._factor = 1.0
         self._losses: list[float] = []
 
     def _drawn(self, device: torch.device) -> list[dict[str, Any]]:
-        return [_batch(seed, device) for seed in range(WARM + MEASURED)]
+        return [_batch(seed, device) for seed in range(WARM + CALIBRATING + MEASURED)]
 
     def compare(self) -> Iterator[Row]:
         """Yields a row for each plan at each limit."""
@@ -274,21 +274,12 @@ class _Runs:
             found: dict[str, Row] = {name: {"refused": why} for name, why in refused.items()}
             for _ in range(self._request["rounds"]):
                 for name, plan in plans.items():
-                    self._factor = self._slower_now()
                     row = self._train(plan, limit)
                     if "refused" in row or row["seconds"] < found.get(name, row | {"seconds": math.inf})["seconds"]:
                         found[name] = row
                 plans = {name: plan for name, plan in plans.items() if "refused" not in found[name]}
             for name, row in found.items():
                 yield {"model": self._model, "share": share, "name": name, "limit_bytes": limit, **row}
-
-    def _slower_now(self) -> float:
-        """Measured by predicted seconds of plain training, just now: these machines change their speed within minutes."""
-        from memfit.core.plan import Plan
-
-        self._factor = 1.0
-        plain = self._train(Plan(), None)
-        return plain["seconds"] / plain["predicted_s"]
 
     def _plans(self, limit: int) -> tuple[dict[str, Plan], dict[str, str]]:
         """Returns the plan that memfit chooses, that of 88a046d, and those of techniques; and why others are none."""
@@ -405,19 +396,27 @@ class _Runs:
         return row
 
     def _steps(self, job: Job) -> Row:
+        from memfit.core.timeline import COMPUTE_LANE, UPDATE_LANE
         from memfit.prediction.calibration import GROUPS, calibrated
-        from memfit.prediction.predict import predict
+        from memfit.prediction.predict import appraise, predict
         from memfit.scheduling.lower import lower
 
-        losses = [job.step(batch).loss for batch in self._batches[:WARM]]
+        first, second, third = self._batches[:WARM], self._batches[WARM:][:CALIBRATING], self._batches[-MEASURED:]
+        losses = [job.step(batch).loss for batch in first]
+        self._now_s()
+        calibrates = self._late.native.worked_s()
+        losses += [job.step(batch).loss for batch in second]
         began, before = self._now_s(), self._late.native.worked_s()
-        losses += [job.step(batch).loss for batch in self._batches[WARM:]]
+        losses += [job.step(batch).loss for batch in third]
         seconds, after = (self._now_s() - began) / MEASURED, self._late.native.worked_s()
         peaks = {phase.name: phase.held_peak_bytes for phase in job.proof().phases}
         step = lower(job.schedule, job.plan, job.profile, device=self._device.type)
-        machine = calibrated(self._hardware, dict.fromkeys(GROUPS, self._factor))
+        busy = appraise(step, self._hardware).busy_s
+        foretold = busy[COMPUTE_LANE] + busy.get(UPDATE_LANE, 0.0)
+        factor: float = (before["compute"] - calibrates["compute"]) / CALIBRATING / foretold
+        machine = calibrated(self._hardware, dict.fromkeys(GROUPS, factor))
         return {
-            "seconds": seconds, "predicted_s": predict(step, self._hardware).seconds, "calibrated_s": predict(step, machine).seconds,
+            "seconds": seconds, "factor": factor, "predicted_s": predict(step, self._hardware).seconds, "calibrated_s": predict(step, machine).seconds,
             "worked_s": {lane: (after[lane] - before[lane]) / MEASURED for lane in after}, "peaks": peaks,
             "peak_bytes": max(nbytes for phase, nbytes in peaks.items() if phase != "load"), "losses": losses,
             "plan": _words(job), "microbatches": job.plan.microbatches,

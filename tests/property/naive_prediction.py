@@ -18,7 +18,7 @@ from fractions import Fraction
 from memfit.core.hardware import Hardware, Link
 from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
-from memfit.prediction.clock import host_work_seconds, work_seconds
+from memfit.prediction.pace import host_work_seconds, work_seconds
 
 Key = tuple[Tier, str, str]
 _BESIDE = (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER)
@@ -230,6 +230,7 @@ class Simulation:
     _queues: dict[object, deque[Job]] = field(default_factory=lambda: defaultdict(deque))
     _given: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
     _come: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
+    _in_turns: dict[object, tuple[object, ...]] = field(default_factory=dict[object, "tuple[object, ...]"])
     _pieces_over: Fraction = Fraction(0)
     _last_in_pieces: int = -1
     _number: int = -1
@@ -322,6 +323,8 @@ class Simulation:
             before = started[-1][1] if operation.is_chain and started else gate
             moved = self._transfer(transfer, before, in_pieces=operation.update_place is not None)
             started.append((transfer.direction, moved))
+        if operation.update_place is not None:
+            self._take_turns(operation.transfers)
         if operation.work and operation.update_place in _BESIDE:
             seconds = Fraction(work_seconds(operation.work, self.hardware))
             started.append(("computed", self._queue("updates", seconds, fed)))
@@ -412,7 +415,26 @@ class Simulation:
         if not in_pieces and self._queues[tier, transfer.direction, "pieces"]:
             pause = Pause(Fraction(0), Signal(), began=began, ended=done, number=self._number)
             self._queues[tier, transfer.direction, "pieces"].append(pause)
+            self._wait_for_each_other(self._in_turns.get((tier, transfer.direction, "pieces"), ()))
         return done
+
+    def _take_turns(self, transfers: Iterable[Transfer]) -> None:
+        """Lets all queues of an update's pieces go on when each is through with it."""
+        tiers = self.hardware.tiers
+        names = {
+            (tier, one.direction, "pieces"): None
+            for one in transfers
+            for tier in (one.tier, one.crosses)
+            if tier in tiers
+        }
+        self._wait_for_each_other(names)
+        for name in names:
+            self._in_turns[name] = tuple(names)
+
+    def _wait_for_each_other(self, names: Iterable[object]) -> None:
+        over = all_of(Fraction(0), *self._last_of(*names))
+        for name in names:
+            self._queues[name].append(Job(Fraction(0), over))
 
     def _last_of(self, *names: object) -> list[Signal]:
         """Returns the end of the last job of each queue that has one."""

@@ -22,7 +22,7 @@ from memfit.core.tiers import TIERS, Tier
 from memfit.planning.pricing import bytes_of_check
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
-from memfit.prediction.clock import Pace
+from memfit.prediction.pace import Pace
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.known_facts import KnownFacts

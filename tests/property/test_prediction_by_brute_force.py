@@ -24,7 +24,7 @@ from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.prediction import predict
 from memfit.prediction.bytes import held_at
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.journal_actions import place_turns

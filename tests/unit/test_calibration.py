@@ -16,7 +16,7 @@ from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
 from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower

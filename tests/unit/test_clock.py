@@ -15,7 +15,8 @@ from memfit.core.schedule import Schedule, Start
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind, summed
-from memfit.prediction.clock import Clock, Pace, fastest_products_per_s, work_seconds
+from memfit.prediction.clock import Clock
+from memfit.prediction.pace import Pace, fastest_products_per_s, work_seconds
 from memfit.prediction.predict import predict
 
 LINK = Link(read_bytes_per_s=100.0, write_bytes_per_s=50.0)

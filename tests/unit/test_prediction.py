@@ -31,7 +31,7 @@ from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.planner import choose_plan
 from memfit.prediction import peak_report, predict, residents_at
-from memfit.prediction.clock import Pace
+from memfit.prediction.pace import Pace
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower

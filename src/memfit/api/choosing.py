@@ -39,7 +39,7 @@ from memfit.job.problem import Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
-from memfit.prediction.clock import fastest_products_per_s, work_seconds
+from memfit.prediction.pace import fastest_products_per_s, work_seconds
 from memfit.store import Durability
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any

@@ -43,7 +43,7 @@ from memfit.job.corrections import (
 from memfit.job.saved_hardware import identity_of, load_measured, saved_path
 from memfit.job.setup import Prepared, Setup
 from memfit.prediction.calibration import LANES, Deviation, fit_factors, group_seconds, largest_deviations
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 from memfit.prediction.predict import predict
 
 _WARM_STEPS = 2

@@ -24,7 +24,7 @@ from memfit.job.measured_steps import MeasuredStep
 from memfit.job.plan_increments import points_from_plain
 from memfit.job.setup import Planned
 from memfit.prediction.bytes import follow_tier
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import residents_at
 from memfit.report.memory_tables import trace_of

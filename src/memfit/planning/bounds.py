@@ -25,7 +25,7 @@ from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.work_kinds import Work, summed
-from memfit.prediction.clock import Pace
+from memfit.prediction.pace import Pace
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.microbatch_traces import input_bytes, traces_of

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, for_updates
-from memfit.prediction.clock import Pace
+from memfit.prediction.pace import Pace
 
 
 class PlaceInStep(NamedTuple):

@@ -24,7 +24,7 @@ from memfit.core.tiers import Tier, is_processor
 from memfit.core.work_kinds import summed
 from memfit.planning.candidates import Candidate, find_tail, update_time
 from memfit.planning.mixed_units import Mixture, Units, find_units, mixed_plan
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

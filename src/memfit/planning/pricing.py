@@ -26,7 +26,7 @@ from memfit.planning.bounds import commit_seconds, compute_seconds, update_secon
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.classics import list_classics
 from memfit.prediction.bytes import peaks
-from memfit.prediction.clock import Pace
+from memfit.prediction.pace import Pace
 from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.known_facts import KnownFacts

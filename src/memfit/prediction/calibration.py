@@ -30,7 +30,7 @@ from memfit.core.step import Step, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline, for_updates
 from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.pace import work_seconds
 from memfit.prediction.predict import predict
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0

@@ -9,7 +9,9 @@ on an accelerator not less than the host needs to launch it. Transfers start at 
 they need is done, and are served by their link in the order they were issued: reading and writing
 are two queues a tier. An update moves its bytes piece by piece, and asks for a piece when one
 before it is through: so it waits for what was issued before, and what is issued later goes before
-the rest of it. The main thread stops only where an operation waits; those seconds are stalls, by
+the rest of it. Pieces come and go in turns: all directions of links that an update uses are through
+with it at once, and what goes before its pieces in one of them holds the others up as well. The
+main thread stops only where an operation waits; those seconds are stalls, by
 what was waited for.
 
 An update's elements are worked on by the device or by the host's cores, one update after the other,
@@ -39,12 +41,6 @@ begins a transfer (`Operation.after`); the cost of a first step.
 What ranks send each other is one queue of the link `network`, in the order of the list, as their
 one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
 comes to it.
-
-[Note: the interval]
-Each rate has a spread, the share by which its measurements differed. All rates slow by theirs gives
-one end of what rates leave open, all fast the other: errors that do not cancel. Besides, a step is
-not its model: nine of ten steps were nearer to their prediction than `Hardware.step_spread`, which
-`benchmarks/clock.py` and a machine's own runs tell. Both are taken as independent.
 """
 
 from __future__ import annotations
@@ -54,12 +50,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from memfit.core.hardware import Hardware
-from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
-from memfit.core.tiers import NETWORK, Tier, is_processor
+from memfit.core.tiers import NETWORK, Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Interval, for_updates
-from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
+from memfit.prediction.pace import Pace
 
 # Seconds that two sums of the same terms may differ by, in another order.
 _ROUNDING_S = 1e-12
@@ -79,54 +74,6 @@ class ActionTime(NamedTuple):
 
     start_s: float
     end_s: float
-
-
-def work_seconds(work: Work, hardware: Hardware) -> float:
-    """Returns the seconds of work on the device, one kind after the other."""
-    return _seconds(work, _per_s(rates_of(hardware)), launches_beside=not is_processor(hardware.device))
-
-
-def host_work_seconds(work: Work, hardware: Hardware) -> float:
-    """Returns the seconds of work on the host's cores, beside an accelerator."""
-    return _seconds(work, _per_s(host_rates_of(hardware)))
-
-
-def fastest_products_per_s(hardware: Hardware) -> float:
-    """Returns the rate that no class of products exceeds, for lower bounds."""
-    rates = rates_of(hardware)
-    return max(rates[kind].per_s for kind in PRODUCT_KINDS)
-
-
-def _per_s(rates: Mapping[WorkKind, Rate], sign: int = 0) -> Mapping[WorkKind, float]:
-    """Amounts a second: as measured, or all fast (1) or slow (-1) by their spread."""
-    return {kind: _shifted(rate.per_s, rate.spread, sign) for kind, rate in rates.items()}
-
-
-def _shifted(per_s: float, spread: float, sign: int) -> float:
-    return per_s * (1 + spread) if sign > 0 else per_s / (1 + spread) if sign < 0 else per_s
-
-
-def _seconds(work: Work, rates: Mapping[WorkKind, float], *, launches_beside: bool = False) -> float:
-    """Seconds of amounts. An accelerator works while the host launches what comes next."""
-    launched = 0.0
-    total = 0.0
-    for kind, amount in work:
-        if launches_beside and kind in LAUNCHED:
-            launched += amount / rates[kind]
-        else:
-            total += amount / rates[kind]
-    return max(total, launched)
-
-
-class _Lane(NamedTuple):
-    """One direction of a link: its name, bytes a second alone and while the other one has work,
-    seconds beside the bytes.
-    """
-
-    name: str
-    alone: float
-    both: float
-    latency_s: float
 
 
 class _Updating(NamedTuple):
@@ -149,58 +96,6 @@ class _Updating(NamedTuple):
 def _read_in_pieces(operation: Operation) -> frozenset[Tier]:
     reads = [transfer for transfer in operation.transfers if transfer.direction == "read"]
     return frozenset(t for one in reads for t in (one.tier, one.crosses) if t is not None)
-
-
-class Pace:
-    """Speeds of a machine as clocks take them, found once for many steps.
-
-    Args:
-        hardware: the machine.
-        sign: 0: at its rates; 1 or -1: all rates fast or slow. See [Note: the interval].
-    """
-
-    def __init__(self, hardware: Hardware, *, sign: int = 0) -> None:
-        self.hardware = hardware
-        self._sign = sign
-        self._rates = _per_s(rates_of(hardware), sign)
-        self._host_rates = _per_s(host_rates_of(hardware), sign)
-        self._launches_beside = not is_processor(hardware.device)
-        # Seconds by work: segments share theirs among microbatches, and steps among plans.
-        self._known_s: dict[Work, float] = {}
-        self._host_known_s: dict[Work, float] = {}
-        self._lanes: dict[tuple[Tier, str], _Lane] = {}
-        self.slows_compute = any(spec.link and spec.link.compute_share < 1 for spec in hardware.tiers.values()) or any(
-            link.compute_share < 1 for link in hardware.network.values()
-        )
-
-    def work_s(self, work: Work) -> float:
-        """Seconds of work on the device."""
-        found = self._known_s.get(work)
-        if found is None:
-            found = self._known_s[work] = _seconds(work, self._rates, launches_beside=self._launches_beside)
-        return found
-
-    def host_work_s(self, work: Work) -> float:
-        """Seconds of work on the host's cores."""
-        found = self._host_known_s.get(work)
-        if found is None:
-            found = self._host_known_s[work] = _seconds(work, self._host_rates)
-        return found
-
-    def lane(self, tier: Tier, direction: str) -> _Lane:
-        """One direction of a tier's link.
-
-        Raises:
-            PlanError: the machine has no such tier.
-        """
-        found = self._lanes.get((tier, direction))
-        if found is None:
-            link, is_read = self.hardware.link(tier), direction == "read"
-            alone = _shifted(link.read_bytes_per_s if is_read else link.write_bytes_per_s, link.spread, self._sign)
-            both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
-            both = alone if both is None else _shifted(both, link.spread, self._sign)
-            found = self._lanes[tier, direction] = _Lane(f"{tier} {direction}", alone, both, link.latency_s)
-        return found
 
 
 class Clock:
@@ -236,6 +131,8 @@ class Clock:
         self._free_s: dict[tuple[Tier, str], float] = {}
         # The same of what updates move piece by piece, which all else goes before.
         self._pieces_free_s: dict[tuple[Tier, str], float] = {}
+        # By queue: those that the last update in it used.
+        self._in_turns: dict[tuple[Tier, str], tuple[tuple[Tier, str], ...]] = {}
         self._last_in_pieces = -1
         self._done_s: dict[Token, float] = {}
         # When all that it reads has come.
@@ -336,6 +233,8 @@ class Clock:
                 passed[transfer.direction] = moved
             if transfer.direction == "read":
                 come = max(come, moved)
+        if place is not None and transfers and self._pace is not None:
+            self._take_turns(transfers, self._pace)
         if work and self._pace is not None:
             seconds = self._pace.work_s(work)
             if is_beside:
@@ -402,13 +301,24 @@ class Clock:
         else:
             self._free_s[queue] = end
             if pieces_free_s > began + _ROUNDING_S:
-                self._pieces_free_s[queue] = pieces_free_s + (end - began)
+                self._pieces_free_s[queue] = behind_s = pieces_free_s + (end - began)
+                for other in self._in_turns.get(queue, ()):
+                    self._pieces_free_s[other] = max(self._pieces_free_s[other], behind_s)
                 if direction == "read" and self._updating:
                     self._starve(tier, began, end)
         self.busy_s[name] = self.busy_s.get(name, 0.0) + (end - began)
         if self._records:
             self._note(name, "transfer", transfer.category, began, end, nbytes)
         return end
+
+    def _take_turns(self, transfers: Iterable[Transfer], pace: Pace) -> None:
+        """Lets all queues that an update used be through with its pieces at once."""
+        ways = [(tier, one.direction) for one in transfers for tier in (one.tier, one.crosses) if tier is not None]
+        queues = tuple(queue for queue in dict.fromkeys(ways) if queue[0] in pace.hardware.tiers)
+        through_s = max((self._pieces_free_s[queue] for queue in queues), default=0.0)
+        for queue in queues:
+            self._pieces_free_s[queue] = through_s
+            self._in_turns[queue] = queues
 
     def _busy_until(self, queue: tuple[Tier, str]) -> float:
         return max(self._free_s.get(queue, 0.0), self._pieces_free_s.get(queue, 0.0))

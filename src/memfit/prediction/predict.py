@@ -14,7 +14,8 @@ from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Moment, Timeline, for_updates
 from memfit.prediction.bytes import Slot, follow_tier, peaks, peaks_and_slots
-from memfit.prediction.clock import LAST_BACKWARD, Clock, Pace
+from memfit.prediction.clock import LAST_BACKWARD, Clock
+from memfit.prediction.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
 
 
 def _interval(step: Step, hardware: Hardware) -> tuple[float, float]:
-    """See [Note: the interval] in `prediction.clock`."""
+    """See [Note: the interval] in `prediction.pace`."""
     fast, expected, slow = (_seconds(step, hardware, sign) for sign in (1, 0, -1))
     if not expected:
         return 0.0, 0.0
