@@ -14,9 +14,10 @@ Of techniques those are trained that are predicted to be the fastest, `--techniq
 Out: a table and a JSON. Peaks are the device's, phase by phase; the largest behind the load is shown, since the model is built whole on the device
 before `fit`, and may be above the limit until its weights have moved home. Seconds are on the device's counted clock (tests/accelerator/native/timing.h):
 compute by the seconds that its thread was on a processor, copies by the rates of the links, so that a busy machine changes neither by much.
-Predicted seconds are those of the machine's measured rates. Calibrated they are by one factor: what the device's thread worked in two steps of the
-same training, before those that are measured, by what was predicted of it; a processor that is shared changes its speed from minute to minute by a
-tenth and more. Waits, copies and what lies beside what are as predicted.
+Predicted seconds are those of the machine's measured rates. Calibrated they are by two factors: what the device's thread worked in two steps of the
+same training, before those that are measured, by what was predicted of it, and the same of the thread that updates on the host. A processor that is
+shared changes its speed from minute to minute by a tenth and more, and Python around small pieces of updates takes longer here than beside a real
+device. Waits, copies and what lies beside what are as predicted.
 
 The rate. What matters is how long bytes cross beside what their use computes. An RTX 4090 (100 TFLOP/s, 22 GB/s) in a step of 16,384 tokens has
 0.28 flops for a byte and a token; 40 GFLOP/s of this processor, 256 tokens and 500 MB/s have 0.31.
@@ -396,7 +397,7 @@ class _Runs:
         return row
 
     def _steps(self, job: Job) -> Row:
-        from memfit.core.timeline import COMPUTE_LANE, UPDATE_LANE
+        from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE
         from memfit.prediction.calibration import GROUPS, calibrated
         from memfit.prediction.predict import appraise, predict
         from memfit.scheduling.lower import lower
@@ -404,9 +405,11 @@ class _Runs:
         first, second, third = self._batches[:WARM], self._batches[WARM:][:CALIBRATING], self._batches[-MEASURED:]
         losses = [job.step(batch).loss for batch in first]
         self._now_s()
-        calibrates = self._late.native.worked_s()
+        worker = job._assembly.updates  # noqa: SLF001, nothing public tells of its thread
+        calibrates, host_calibrates = self._late.native.worked_s(), worker.busy_s()
         losses += [job.step(batch).loss for batch in second]
         began, before = self._now_s(), self._late.native.worked_s()
+        on_host_s = (worker.busy_s() - host_calibrates) / CALIBRATING
         losses += [job.step(batch).loss for batch in third]
         seconds, after = (self._now_s() - began) / MEASURED, self._late.native.worked_s()
         peaks = {phase.name: phase.held_peak_bytes for phase in job.proof().phases}
@@ -415,8 +418,11 @@ class _Runs:
         foretold = busy[COMPUTE_LANE] + busy.get(UPDATE_LANE, 0.0)
         factor: float = (before["compute"] - calibrates["compute"]) / CALIBRATING / foretold
         machine = calibrated(self._hardware, dict.fromkeys(GROUPS, factor))
+        host_factor = on_host_s / busy[HOST_LANE] if busy.get(HOST_LANE) else 1.0
+        machine = _with_slower_host(machine, self._hardware, host_factor) if busy.get(HOST_LANE) else machine
         return {
-            "seconds": seconds, "factor": factor, "predicted_s": predict(step, self._hardware).seconds, "calibrated_s": predict(step, machine).seconds,
+            "seconds": seconds, "factor": factor, "host_factor": host_factor,
+            "predicted_s": predict(step, self._hardware).seconds, "calibrated_s": predict(step, machine).seconds,
             "worked_s": {lane: (after[lane] - before[lane]) / MEASURED for lane in after}, "peaks": peaks,
             "peak_bytes": max(nbytes for phase, nbytes in peaks.items() if phase != "load"), "losses": losses,
             "plan": _words(job), "microbatches": job.plan.microbatches,
@@ -484,6 +490,19 @@ def _hardware(device: torch.device, rate: float) -> Hardware:
             Tier.DISK: TierSpec(nbytes=0, link=link),
         },
         rates=rates,
+    )
+
+
+def _with_slower_host(machine: Hardware, measured: Hardware, factor: float) -> Hardware:
+    """Returns a machine on whose host updates take `factor` times as long as measured rates say."""
+    from memfit.core.rates import Rate, rates_of
+    from memfit.core.work_kinds import WorkKind
+
+    pieces = rates_of(measured)[WorkKind.PIECES].per_s / factor
+    return replace(
+        machine,
+        host_update_elements_per_s=measured.host_update_elements_per_s / factor,
+        rates={**machine.rates, WorkKind.PIECES: Rate(pieces)},
     )
 
 
