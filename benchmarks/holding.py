@@ -416,7 +416,8 @@ class _Runs:
         step = lower(job.schedule, job.plan, job.profile, device=self._device.type)
         busy = appraise(step, self._hardware).busy_s
         foretold = busy[COMPUTE_LANE] + busy.get(UPDATE_LANE, 0.0)
-        factor: float = (before["compute"] - calibrates["compute"]) / CALIBRATING / foretold
+        # Of the emulated device of the processor nothing tells.
+        factor: float = (before["compute"] - calibrates["compute"]) / CALIBRATING / foretold or 1.0
         machine = calibrated(self._hardware, dict.fromkeys(GROUPS, factor))
         host_factor = on_host_s / busy[HOST_LANE] if busy.get(HOST_LANE) else 1.0
         machine = _with_slower_host(machine, self._hardware, host_factor) if busy.get(HOST_LANE) else machine

@@ -377,9 +377,9 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
         def groups(self, block: Any) -> list[tuple[int]]:
             return [(1,)]
 
-        def begin(self, block: Any, piece: int) -> int:
+        def begin_together(self, block: Any, group: tuple[int]) -> tuple[int]:
             began.set()
-            return piece
+            return group
 
         def apply_together(self, block: Any, coming: tuple[int]) -> list[Any]:
             applied.set()

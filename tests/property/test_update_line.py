@@ -60,9 +60,9 @@ class RecordedPieces:
     def groups(self, block: Any) -> list[tuple[int]]:
         return [(piece,) for piece in range(self.lengths[block.index])]
 
-    def begin(self, block: Any, piece: int) -> int:
-        self._note(BEGIN, block, piece)
-        return piece
+    def begin_together(self, block: Any, group: tuple[int]) -> tuple[int]:
+        self._note(BEGIN, block, group[0])
+        return group
 
     def apply_together(self, block: Any, coming: tuple[int]) -> list[Leaving]:
         (piece,) = coming

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -143,20 +144,22 @@ class PieceUpdates:
             # The largest parameters first: behind a large piece and two small ones the next large
             # one would not be read until the first was home.
             pieces.sort(key=lambda piece: -len(piece.slot.held))
-        # An accelerator's piece waits for what the one before the last takes home: many small ones
-        # would each wait behind a large one. Pinned memory has room for three pieces.
-        is_joined = is_resident or (devices.is_accelerator(block.update_device) and not block.updates_on_host)
-        if len(pieces) < 2 or not is_joined:
+        # Beside an accelerator a piece waits for what the one before the last takes home: many
+        # small ones would each wait behind a large one.
+        if len(pieces) < 2 or not (is_resident or devices.is_accelerator(block.device)):
             yield from ((piece,) for piece in pieces)
             return
         most = max(piece.count for piece in pieces)
         # Elsewhere the class may hold temporary memory for all of a group at once.
-        is_one_by_one = self._driver.takes_one_by_one and block.update_device.type == "cpu"
+        is_one_by_one = is_resident and self._driver.takes_one_by_one and block.update_device.type == "cpu"
         group: list[UpdatePiece] = []
         elements = 0
         for piece in pieces:
             is_whole = piece.is_first and piece.is_last and self._is_elementwise(piece.slot)
-            if group and not (is_whole and (is_one_by_one or elements + piece.count <= most)):
+            # Of one dtype, since those that pass through pinned memory lie there one behind the
+            # other.
+            is_like = not group or is_resident or piece.slot.master_dtype is group[0].slot.master_dtype
+            if group and not (is_whole and is_like and (is_one_by_one or elements + piece.count <= most)):
                 yield tuple(group)
                 group, elements = [], 0
             group.append(piece)
@@ -225,17 +228,34 @@ class PieceUpdates:
     def _is_elementwise(self, slot: ParameterSlot) -> bool:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
 
-    def begin(self, block: BlockWeights, piece: UpdatePiece) -> Coming:
-        """Begins to read a piece."""
+    def begin_together(self, block: BlockWeights, group: Sequence[UpdatePiece]) -> tuple[Coming, ...]:
+        """Begins to read a group of `groups`. What passes through pinned memory has one piece of
+        that for all.
+        """
+        if len(group) == 1 or not _comes_through_ring(block):
+            return tuple(self.begin(block, piece) for piece in group)
+        places = [0, *accumulate(piece.count * piece.slot.master_dtype.itemsize for piece in group)]
+        room = _taken(self._moved, places[-1])
+        return tuple(self.begin(block, piece, (room, at)) for piece, at in zip(group, places, strict=False))
+
+    def begin(self, block: BlockWeights, piece: UpdatePiece, room: tuple[RingPiece, int] | None = None) -> Coming:
+        """Begins to read a piece.
+
+        Args:
+            block: that it is of.
+            piece: of a parameter.
+            room: pinned memory that its weight comes to if it passes through, and the place in it;
+                None: it takes its own.
+        """
         slot = piece.slot
         # All reads begin before any is waited for: they come beside the piece that is updated now.
         gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
         state = self._states[block.index].begin_read(slot, piece.first, piece.count, block.update_device)
-        weight, ready, moved = self._begin_weight(block, piece)
+        weight, ready, moved = self._begin_weight(block, piece, room)
         return Coming(piece, weight, ready, gradient, state, moved)
 
     def _begin_weight(
-        self, block: BlockWeights, piece: UpdatePiece
+        self, block: BlockWeights, piece: UpdatePiece, room: tuple[RingPiece, int] | None
     ) -> tuple[torch.Tensor, TransferHandle, RingPiece | None]:
         slot, device = piece.slot, block.update_device
         if block.is_here and not block.has_masters and not block.updates_on_host:
@@ -246,25 +266,19 @@ class PieceUpdates:
         offset += slot.master_offset_bytes
         if (resting := home.memory_at(device)) is not None:
             return typed_view(resting, home.place(offset), slot.master_dtype, (piece.count,)), DONE, None
-        if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
+        if _comes_through_ring(block):
             # Taken in the order in which pieces begin: the ring has room for one that leaves, one
             # in work, one that comes.
-            moved = self._take(nbytes)
-            # The ring hands this memory out again only when the copy into it is done: it must know
-            # it.
-            ready = home.read(offset, nbytes, moved.storage)
+            moved, at = room or (_taken(self._moved, nbytes), 0)
+            # The ring hands this memory out again only when the last copy into it is done: it must
+            # know it. Those of a group are in order on one stream.
+            ready = home.read(offset, nbytes, moved.storage, at)
             assert isinstance(ready, HostCopy)
             moved.busy = ready.copy
-            return typed_view(moved.storage, 0, slot.master_dtype, (piece.count,)), ready, moved
+            return typed_view(moved.storage, at, slot.master_dtype, (piece.count,)), ready, moved
         # Nothing else holds this memory while bytes arrive: the handle and the piece do.
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=device)
         return weight, home.read(offset, nbytes, weight.untyped_storage()), None
-
-    def _take(self, nbytes: int) -> RingPiece:
-        assert self._moved is not None, (
-            "a weight on the device is updated on the host without pinned memory to pass through"
-        )
-        return self._moved.take(nbytes)
 
     def apply_together(self, block: BlockWeights, group: Sequence[Coming]) -> list[TransferHandle]:
         """Updates a group of `groups`, and begins to write it home."""
@@ -342,9 +356,20 @@ class PieceUpdates:
         if home.tier is not Tier.DEVICE:
             return [_write(home, slot.offset_bytes, piece, flat.to(slot.dtype))]
         # Waits for the copy that used this pinned piece last: the stream may read it still.
-        moved = self._take(piece.count * slot.dtype.itemsize)
+        moved = _taken(self._moved, piece.count * slot.dtype.itemsize)
         weight = typed_view(moved.storage, 0, slot.dtype, (piece.count,)).copy_(flat)
         return [_send(block, piece, weight, moved)]
+
+
+def _comes_through_ring(block: BlockWeights) -> bool:
+    """Tells whether a block's weights come down from the device to be updated on the host."""
+    home = block.master_home
+    return block.updates_on_host and not block.has_masters and home is not None and home.tier is Tier.DEVICE
+
+
+def _taken(ring: PinnedRing | None, nbytes: int) -> RingPiece:
+    assert ring is not None, "a weight on the device is updated on the host without pinned memory to pass through"
+    return ring.take(nbytes)
 
 
 def _arrived(coming: Coming, gradients: GradientHomes, states: BlockStates) -> tuple[torch.Tensor, dict[str, Any]]:

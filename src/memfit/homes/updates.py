@@ -332,7 +332,7 @@ class _SubmittedUpdate:
                     # Before a weight comes down from the device, or a new one goes up to it:
                     # kernels still read there. Or the caller's stream alone orders a home.
                     self._wait_for_caller()
-                coming = tuple(self._pieces.begin(self._block, piece) for piece in self._left.popleft())
+                coming = self._pieces.begin_together(self._block, self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
             self._end(error)
             return None

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 _LIMITS_AN_OCTAVE = 8
 # Models of more units than so many are looked at with half as many limits, and so on.
 _MANY_UNITS = 40
-# Of few units a plan is judged soon: then the series has so many times as many limits, and mixtures
-# are solved for at every so-manieth of them. At the others the best is polished.
-_FINER = ((8, 6),)
+# Of few units a plan is judged soon: then the series has so many limits an octave, and mixtures are
+# solved for at every so-manieth of them. At the others the best is polished.
+_FEW_UNITS, _MANY_LIMITS, _SOLVED_EVERY = 8, 48, 4
 
 
 def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, int]]:
@@ -26,7 +26,7 @@ def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, 
         asked: bytes that are asked about.
         units: of the model.
     """
-    an_octave = _LIMITS_AN_OCTAVE * finer_by(units)
+    an_octave = _MANY_LIMITS if units <= _FEW_UNITS else _LIMITS_AN_OCTAVE
     while units > _MANY_UNITS and an_octave > 1:
         an_octave, units = an_octave // 2, units // 2
     number = math.floor(an_octave * math.log2(max(1, least)))
@@ -38,6 +38,6 @@ def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, 
         number += 1
 
 
-def finer_by(units: int) -> int:
+def limits_a_solution(units: int) -> int:
     """Returns how many limits of the series there are for each at which mixtures are solved for."""
-    return next((finer for most, finer in _FINER if units <= most), 1)
+    return _SOLVED_EVERY if units <= _FEW_UNITS else 1

@@ -42,7 +42,7 @@ from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
 from memfit.planning.ahead import AHEAD, BACKLOGS, BUFFERS_AHEAD, Ahead, JudgesAhead
 from memfit.planning.chain import frame_bound_s
-from memfit.planning.limit_series import finer_by, series_of_limits
+from memfit.planning.limit_series import limits_a_solution, series_of_limits
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, spread, whole_counts
 from memfit.planning.mixing import ByteRoom, MixtureProgram, Shares
@@ -123,7 +123,7 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion, indices: Iterat
         return MixedPlans(built=())
     searches: dict[str, _FrameSearch] = {}
     looked_at: list[_FrameSearch] = []
-    finer = finer_by(len(units.calls))
+    finer = limits_a_solution(len(units.calls))
     for number, limit in series_of_limits(uniform.least_peak_bytes, asked, len(units.calls)):
         here = question.within(limit)
         if looked_at and number % finer:
@@ -318,7 +318,7 @@ class _FrameSearch:
         where that gained nothing before.
         """
         before_s = self.best_s
-        is_small = finer_by(len(self._judge.units.calls)) > 1
+        is_small = limits_a_solution(len(self._judge.units.calls)) > 1
         if math.isinf(before_s) or (self._left_out < self._polished_in_vain and not is_small):
             self._left_out += 1
             return

@@ -154,15 +154,16 @@ class UpdatePieces:
         profile = self._profile.blocks[block]
         # The largest first, as updates take them where anything comes or goes.
         held = sorted(zip(profile.parameters, self._held(profile), strict=True), key=lambda pair: -pair[1])
-        is_joined = self._is_by_accelerator(block)
+        is_beside = not is_processor(self._device)
         found: list[_Sized] = []
         for parameter, numel in held:
             if parameter.name in updates and parameter.requires_grad:
                 update = updates[parameter.name]
                 cut = _cut(numel, update)
-                may_join = is_joined and len(cut) == 1 and not update.needs_whole
+                is_whole = is_beside and len(cut) == 1 and not update.needs_whole
+                joins = ("master" if parameter.master_nbytes else parameter.dtype) if is_whole else ""
                 pieces = (self._piece(profile, parameter, update, elements, is_here=is_here) for elements in cut)
-                found += [_Sized(piece, elements, may_join) for piece, elements in zip(pieces, cut, strict=True)]
+                found += [_Sized(piece, elements, joins) for piece, elements in zip(pieces, cut, strict=True)]
         return tuple(_together(found))
 
     def _is_by_accelerator(self, block: int) -> bool:
@@ -247,11 +248,13 @@ class UpdatePieces:
 
 
 class _Sized(NamedTuple):
-    """A piece and its elements; whether it may be updated together with others."""
+    """A piece and its elements; of what dtype those are that it may be updated together with, ""
+    for none.
+    """
 
     piece: PieceBytes
     elements: int
-    may_join: bool
+    joins: str
 
 
 def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
@@ -260,9 +263,9 @@ def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
     """
     most = max((one.elements for one in pieces), default=0)
     found: list[PieceBytes] = []
-    elements = most
+    elements, joins = most, ""
     for one in pieces:
-        if one.may_join and elements + one.elements <= most:
+        if one.joins and one.joins == joins and elements + one.elements <= most:
             elements += one.elements
             before, piece = found.pop(), one.piece
             found.append(
@@ -274,7 +277,7 @@ def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
             )
         else:
             found.append(one.piece)
-            elements = one.elements if one.may_join else most
+            elements, joins = one.elements, one.joins
     return found
 
 
