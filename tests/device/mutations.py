@@ -829,7 +829,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="what comes into a pinned piece is not noted",
-        where=_PIECES + "PieceUpdates._begin_weight",
+        where=_PIECES + "PieceUpdates._begin_in_ring",
         take="moved.busy = ready.copy",
         put="pass",
         tests=[UPDATED + "pinned_pieces_are_freed_when_their_copies_are_done[late-device]"],

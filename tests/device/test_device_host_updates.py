@@ -365,7 +365,7 @@ def test_pinned_pieces_are_freed_when_their_copies_are_done(bench: Bench) -> Non
     block, pieces = bench.block, bench.pieces
     bench.driver.begin_step()
     torch.accelerator.synchronize(bench.device)
-    coming = pieces.begin(block, next(pieces.cut(block)))
+    (coming,) = pieces.begin_together(block, (next(pieces.cut(block)),))
     if bench.masters == "whole":
         pieces.apply(block, coming)
         storage = bench.ring._ring[0].storage

@@ -182,9 +182,11 @@ class Pause(Job):
         headed: when all before it in the queue was over: only if the transfer had begun by then is
             there a pause, of as long as it took.
         number: of the operation that the transfer is of.
+        is_own: the queue is the transfer's own: updates beside wait for what is read there.
     """
 
     number: int = 0
+    is_own: bool = True
 
     began: Signal = field(default_factory=Signal)
     ended: Signal = field(default_factory=Signal)
@@ -194,7 +196,7 @@ class Pause(Job):
     def starves(self) -> bool:
         """Tells whether the transfer is under way, and began before all pieces had come."""
         is_first = self.began.at is not None and (self.headed is None or self.began.at < self.headed)
-        return is_first and self.ended.at is None
+        return self.is_own and is_first and self.ended.at is None
 
     def decide(self, now: Fraction) -> None:
         """Sets how long it lasts, as soon as that is known."""
@@ -412,10 +414,11 @@ class Simulation:
             beside=all_of(Fraction(0), *beside) if beside else None,
             share=min(Fraction(1), Fraction(both / alone)),
         )
-        if not in_pieces and self._queues[tier, transfer.direction, "pieces"]:
-            pause = Pause(Fraction(0), Signal(), began=began, ended=done, number=self._number)
-            self._queues[tier, transfer.direction, "pieces"].append(pause)
-            self._wait_for_each_other(self._in_turns.get((tier, transfer.direction, "pieces"), ()))
+        own = tier, transfer.direction, "pieces"
+        for name in self._in_turns.get(own, ()) if not in_pieces else ():
+            if self._queues[name]:
+                pause = Pause(Fraction(0), Signal(), began=began, ended=done, number=self._number, is_own=name == own)
+                self._queues[name].append(pause)
         return done
 
     def _take_turns(self, transfers: Iterable[Transfer]) -> None:
@@ -427,9 +430,16 @@ class Simulation:
             for tier in (one.tier, one.crosses)
             if tier in tiers
         }
-        self._wait_for_each_other(names)
+        joined = dict(names)
         for name in names:
-            self._in_turns[name] = tuple(names)
+            joined |= {one: None for one in self._in_turns.get(name, ()) if self._is_under_way(one)}
+        self._wait_for_each_other(names)
+        for name in joined:
+            self._in_turns[name] = tuple(joined)
+
+    def _is_under_way(self, name: object) -> bool:
+        """Tells whether something of a queue is still to be done."""
+        return any(job.left or job.needs.at is None for job in self._queues[name])
 
     def _wait_for_each_other(self, names: Iterable[object]) -> None:
         over = all_of(Fraction(0), *self._last_of(*names))

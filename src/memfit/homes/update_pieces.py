@@ -136,7 +136,7 @@ class PieceUpdates:
 
         Memory: of what comes and goes, that of the largest piece. So is the temporary memory: the
         class takes parameters one by one, or else the elements of a group are not more than those
-        of that piece.
+        of the largest piece of their dtype.
         """
         pieces = list(self.cut(block))
         is_resident = bool(pieces) and self._is_resident(block)
@@ -149,7 +149,10 @@ class PieceUpdates:
         if len(pieces) < 2 or not (is_resident or devices.is_accelerator(block.device)):
             yield from ((piece,) for piece in pieces)
             return
-        most = max(piece.count for piece in pieces)
+        largest: dict[torch.dtype, int] = {}
+        for piece in pieces:
+            dtype = piece.slot.master_dtype
+            largest[dtype] = max(largest.get(dtype, 0), piece.count)
         # Elsewhere the class may hold temporary memory for all of a group at once.
         is_one_by_one = is_resident and self._driver.takes_one_by_one and block.update_device.type == "cpu"
         group: list[UpdatePiece] = []
@@ -158,8 +161,10 @@ class PieceUpdates:
             is_whole = piece.is_first and piece.is_last and self._is_elementwise(piece.slot)
             # Of one dtype, since those that pass through pinned memory lie there one behind the
             # other.
-            is_like = not group or is_resident or piece.slot.master_dtype is group[0].slot.master_dtype
-            if group and not (is_whole and is_like and (is_one_by_one or elements + piece.count <= most)):
+            is_like = not group or is_one_by_one or piece.slot.master_dtype is group[0].slot.master_dtype
+            if group and not (
+                is_whole and is_like and (is_one_by_one or elements + piece.count <= largest[piece.slot.master_dtype])
+            ):
                 yield tuple(group)
                 group, elements = [], 0
             group.append(piece)
@@ -229,56 +234,64 @@ class PieceUpdates:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
 
     def begin_together(self, block: BlockWeights, group: Sequence[UpdatePiece]) -> tuple[Coming, ...]:
-        """Begins to read a group of `groups`. What passes through pinned memory has one piece of
-        that for all.
-        """
-        if len(group) == 1 or not _comes_through_ring(block):
-            return tuple(self.begin(block, piece) for piece in group)
-        places = [0, *accumulate(piece.count * piece.slot.master_dtype.itemsize for piece in group)]
-        room = _taken(self._moved, places[-1])
-        return tuple(self.begin(block, piece, (room, at)) for piece, at in zip(group, places, strict=False))
-
-    def begin(self, block: BlockWeights, piece: UpdatePiece, room: tuple[RingPiece, int] | None = None) -> Coming:
-        """Begins to read a piece.
-
-        Args:
-            block: that it is of.
-            piece: of a parameter.
-            room: pinned memory that its weight comes to if it passes through, and the place in it;
-                None: it takes its own.
-        """
-        slot = piece.slot
+        """Begins to read a group of `groups`."""
         # All reads begin before any is waited for: they come beside the piece that is updated now.
-        gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
-        state = self._states[block.index].begin_read(slot, piece.first, piece.count, block.update_device)
-        weight, ready, moved = self._begin_weight(block, piece, room)
-        return Coming(piece, weight, ready, gradient, state, moved)
+        # Pinned memory is taken last: whoever fails before has taken none.
+        states = self._states[block.index]
+        beside = [
+            (
+                self._gradients.begin_piece(block, piece.slot, piece.first, piece.count),
+                states.begin_read(piece.slot, piece.first, piece.count, block.update_device),
+            )
+            for piece in group
+        ]
+        weights = (
+            self._begin_in_ring(block, group)
+            if _comes_through_ring(block)
+            else [(*self._begin_weight(block, piece), None) for piece in group]
+        )
+        return tuple(
+            Coming(piece, weight, ready, gradient, state, moved)
+            for piece, (weight, ready, moved), (gradient, state) in zip(group, weights, beside, strict=True)
+        )
 
-    def _begin_weight(
-        self, block: BlockWeights, piece: UpdatePiece, room: tuple[RingPiece, int] | None
-    ) -> tuple[torch.Tensor, TransferHandle, RingPiece | None]:
+    def _begin_in_ring(
+        self, block: BlockWeights, group: Sequence[UpdatePiece]
+    ) -> list[tuple[torch.Tensor, TransferHandle, RingPiece | None]]:
+        """Begins to read weights that come down from the device, one behind the other into one
+        piece of pinned memory.
+        """
+        home = block.master_home
+        assert home is not None
+        places = [0, *accumulate(piece.count * piece.slot.master_dtype.itemsize for piece in group)]
+        # Taken in the order in which groups begin: the ring has room for one that leaves, one in
+        # work, one that comes.
+        moved = _taken(self._moved, places[-1])
+        begun: list[tuple[torch.Tensor, TransferHandle, RingPiece | None]] = []
+        for piece, at in zip(group, places, strict=False):
+            dtype = piece.slot.master_dtype
+            offset = piece.slot.master_offset_bytes + piece.first * dtype.itemsize
+            # The ring hands this memory out again only when the last copy into it is done: it must
+            # know it. Those of a group are in order on one stream.
+            ready = home.read(offset, piece.count * dtype.itemsize, moved.storage, at)
+            assert isinstance(ready, HostCopy)
+            moved.busy = ready.copy
+            begun.append((typed_view(moved.storage, at, dtype, (piece.count,)), ready, moved))
+        return begun
+
+    def _begin_weight(self, block: BlockWeights, piece: UpdatePiece) -> tuple[torch.Tensor, TransferHandle]:
         slot, device = piece.slot, block.update_device
         if block.is_here and not block.has_masters and not block.updates_on_host:
-            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE, None
+            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE
         home = block.master_home
         assert home is not None
         offset, nbytes = piece.first * slot.master_dtype.itemsize, piece.count * slot.master_dtype.itemsize
         offset += slot.master_offset_bytes
         if (resting := home.memory_at(device)) is not None:
-            return typed_view(resting, home.place(offset), slot.master_dtype, (piece.count,)), DONE, None
-        if _comes_through_ring(block):
-            # Taken in the order in which pieces begin: the ring has room for one that leaves, one
-            # in work, one that comes.
-            moved, at = room or (_taken(self._moved, nbytes), 0)
-            # The ring hands this memory out again only when the last copy into it is done: it must
-            # know it. Those of a group are in order on one stream.
-            ready = home.read(offset, nbytes, moved.storage, at)
-            assert isinstance(ready, HostCopy)
-            moved.busy = ready.copy
-            return typed_view(moved.storage, at, slot.master_dtype, (piece.count,)), ready, moved
+            return typed_view(resting, home.place(offset), slot.master_dtype, (piece.count,)), DONE
         # Nothing else holds this memory while bytes arrive: the handle and the piece do.
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=device)
-        return weight, home.read(offset, nbytes, weight.untyped_storage()), None
+        return weight, home.read(offset, nbytes, weight.untyped_storage())
 
     def apply_together(self, block: BlockWeights, group: Sequence[Coming]) -> list[TransferHandle]:
         """Updates a group of `groups`, and begins to write it home."""

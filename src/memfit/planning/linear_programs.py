@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-# Nothing depends on the clock or on how many cores there are.
-_OPTIONS: Mapping[str, object] = {"output_flag": False, "threads": 1, "parallel": "off"}
+# Nothing depends on the clock or on how many cores there are. The number of threads is not said:
+# HiGHS has one scheduler a thread, and whoever asks for another number than the first one is refused.
+_OPTIONS: Mapping[str, object] = {"output_flag": False, "parallel": "off"}
 
 
 class LinearProgram:
@@ -46,7 +47,7 @@ class LinearProgram:
         self._core: Any = import_module("highspy")
         self._highs: Any = self._core.Highs()
         for name, value in {**_OPTIONS, **(options or {})}.items():
-            self._highs.setOptionValue(name, value)
+            self._checked(self._highs.setOptionValue(name, value))
         self._is_whole = bool(whole)
         model: Any = self._core.HighsLp()
         model.num_col_, model.num_row_ = len(least), len(rows)
@@ -109,6 +110,8 @@ class LinearProgram:
         self._checked(self._highs.changeColsCost(len(columns), columns, np.array(cost, float)))
         self._highs.clearSolver()
         self._checked(self._highs.run())
+        # A program of the caller's own may ask for any number of threads.
+        self._core.Highs.resetGlobalScheduler(True)  # noqa: FBT003, the only way to say it
         return self._highs.getModelStatus().name
 
     def _checked(self, status: Any) -> None:

@@ -334,17 +334,18 @@ def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     known = question.known
     key = "compute", traces[0].rows, plan.microbatches, known.calls_of(plan)
     work_s = known.found(key, lambda: compute_seconds(traces, plan, shape, question.pace, known))
-    key = "loads", known.homes_of(plan), plan.microbatches, plan.order, plan.cut_tail
+    # Of calls: which segments they are in, by which visits are counted.
+    key = "loads", known.homes_of(plan), plan.microbatches, plan.order, plan.cut_tail, shape.segments
     of_blocks = known.found(key, lambda: _loads_of_blocks(plan, question, shape))
     return replace(of_blocks, work_s=work_s + of_blocks.work_s)
 
 
 def _loads_of_blocks(plan: Plan, question: PlanQuestion, shape: StepShape) -> Loads:
-    """Adds up what blocks bring, whatever calls do."""
+    """Adds up what blocks bring."""
     moved_s: dict[tuple[Tier, str], float] = {}
     work_s, host_s, resident = 0.0, 0.0, 0
     for block, profiled in enumerate(question.profile.blocks):
-        key = "loads", plan.microbatches, plan.order, plan.cut_tail
+        key = "loads", plan.microbatches, plan.order, plan.cut_tail, shape.segments
         one = question.known.of_update(plan, profiled.name, key, partial(_loads_of_block, plan, question, shape, block))
         work_s, host_s, resident = work_s + one.work_s, host_s + one.host_s, resident + one.resident_bytes
         for queue, seconds in one.moved_s.items():

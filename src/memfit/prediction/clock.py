@@ -131,7 +131,7 @@ class Clock:
         self._free_s: dict[tuple[Tier, str], float] = {}
         # The same of what updates move piece by piece, which all else goes before.
         self._pieces_free_s: dict[tuple[Tier, str], float] = {}
-        # By queue: those that the last update in it used.
+        # By queue: itself, and those that updates under way use with it.
         self._in_turns: dict[tuple[Tier, str], tuple[tuple[Tier, str], ...]] = {}
         self._last_in_pieces = -1
         self._done_s: dict[Token, float] = {}
@@ -300,12 +300,11 @@ class Clock:
             self._last_in_pieces = self._moment
         else:
             self._free_s[queue] = end
-            if pieces_free_s > began + _ROUNDING_S:
-                self._pieces_free_s[queue] = behind_s = pieces_free_s + (end - began)
-                for other in self._in_turns.get(queue, ()):
-                    self._pieces_free_s[other] = max(self._pieces_free_s[other], behind_s)
-                if direction == "read" and self._updating:
-                    self._starve(tier, began, end)
+            for other in self._in_turns.get(queue, ()):
+                if self._pieces_free_s[other] > began + _ROUNDING_S:
+                    self._pieces_free_s[other] += end - began
+            if pieces_free_s > began + _ROUNDING_S and direction == "read" and self._updating:
+                self._starve(tier, began, end)
         self.busy_s[name] = self.busy_s.get(name, 0.0) + (end - began)
         if self._records:
             self._note(name, "transfer", transfer.category, began, end, nbytes)
@@ -316,9 +315,15 @@ class Clock:
         ways = [(tier, one.direction) for one in transfers for tier in (one.tier, one.crosses) if tier is not None]
         queues = tuple(queue for queue in dict.fromkeys(ways) if queue[0] in pace.hardware.tiers)
         through_s = max((self._pieces_free_s[queue] for queue in queues), default=0.0)
+        joined = dict.fromkeys(queues)
+        for queue in queues:
+            # Also those of updates before, whose pieces are not through.
+            partners = self._in_turns.get(queue, ())
+            joined |= dict.fromkeys(one for one in partners if self._pieces_free_s[one] > self.now_s + _ROUNDING_S)
         for queue in queues:
             self._pieces_free_s[queue] = through_s
-            self._in_turns[queue] = queues
+        for queue in joined:
+            self._in_turns[queue] = tuple(joined)
 
     def _busy_until(self, queue: tuple[Tier, str]) -> float:
         return max(self._free_s.get(queue, 0.0), self._pieces_free_s.get(queue, 0.0))

@@ -160,10 +160,10 @@ class UpdatePieces:
             if parameter.name in updates and parameter.requires_grad:
                 update = updates[parameter.name]
                 cut = _cut(numel, update)
-                is_whole = is_beside and len(cut) == 1 and not update.needs_whole
-                joins = ("master" if parameter.master_nbytes else parameter.dtype) if is_whole else ""
+                may_join = is_beside and len(cut) == 1 and not update.needs_whole
+                dtype = "master" if parameter.master_nbytes else parameter.dtype
                 pieces = (self._piece(profile, parameter, update, elements, is_here=is_here) for elements in cut)
-                found += [_Sized(piece, elements, joins) for piece, elements in zip(pieces, cut, strict=True)]
+                found += [_Sized(piece, elements, dtype, may_join) for piece, elements in zip(pieces, cut, strict=True)]
         return tuple(_together(found))
 
     def _is_by_accelerator(self, block: int) -> bool:
@@ -248,24 +248,27 @@ class UpdatePieces:
 
 
 class _Sized(NamedTuple):
-    """A piece and its elements; of what dtype those are that it may be updated together with, ""
-    for none.
+    """A piece, its elements and their dtype; whether it may be updated together with others of
+    that.
     """
 
     piece: PieceBytes
     elements: int
-    joins: str
+    dtype: str
+    may_join: bool
 
 
 def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
     """Joins neighbours as updates do (`homes.update_pieces.PieceUpdates.groups`): not more elements
-    than the largest piece has.
+    than the largest piece of their dtype has.
     """
-    most = max((one.elements for one in pieces), default=0)
-    found: list[PieceBytes] = []
-    elements, joins = most, ""
+    largest: dict[str, int] = {}
     for one in pieces:
-        if one.joins and one.joins == joins and elements + one.elements <= most:
+        largest[one.dtype] = max(largest.get(one.dtype, 0), one.elements)
+    found: list[PieceBytes] = []
+    elements, joins = 0, ""
+    for one in pieces:
+        if one.may_join and one.dtype == joins and elements + one.elements <= largest[one.dtype]:
             elements += one.elements
             before, piece = found.pop(), one.piece
             found.append(
@@ -277,7 +280,7 @@ def _together(pieces: Sequence[_Sized]) -> list[PieceBytes]:
             )
         else:
             found.append(one.piece)
-            elements, joins = one.elements, one.joins
+            elements, joins = one.elements, one.dtype if one.may_join else ""
     return found
 
 
