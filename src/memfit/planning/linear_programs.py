@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 # Nothing depends on the clock or on how many cores there are. The number of threads is not said:
-# HiGHS has one scheduler a thread, and whoever asks for another number than the first one is refused.
+# HiGHS has one scheduler a thread, and refuses whoever asks for another number than the first.
 _OPTIONS: Mapping[str, object] = {"output_flag": False, "parallel": "off"}
 
 
