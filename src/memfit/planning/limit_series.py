@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 _LIMITS_AN_OCTAVE = 8
-# Models of more units than so many are looked at with half as many limits, and so on.
-_MANY_UNITS = 40
+# Models of more units than so many are looked at with fewer limits: a half of these, and so on.
+_MANY_UNITS, _OF_MANY_UNITS = 40, 12
 # Of few units a plan is judged soon: then the series has so many limits an octave, and mixtures are
 # solved for at every so-manieth of them. At the others the best is polished.
 _FEW_UNITS, _MANY_LIMITS, _SOLVED_EVERY = 8, 48, 4
@@ -27,6 +27,8 @@ def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, 
         units: of the model.
     """
     an_octave = _MANY_LIMITS if units <= _FEW_UNITS else _LIMITS_AN_OCTAVE
+    if units > _MANY_UNITS:
+        an_octave = _OF_MANY_UNITS
     while units > _MANY_UNITS and an_octave > 1:
         an_octave, units = an_octave // 2, units // 2
     number = math.floor(an_octave * math.log2(max(1, least)))
