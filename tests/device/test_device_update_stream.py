@@ -409,3 +409,35 @@ def test_a_block_that_the_optimizer_does_not_hold_is_left_alone(device: torch.de
             job.step(batch)
         found = [torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)]
         assert found == [True, False]
+
+
+class Odd(nn.Module):
+    """Parameters of two dtypes in turns, a large one and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(96, 64, dtype=torch.float64) * 0.1)
+        dtypes = [torch.float64, torch.float32] * 3
+        self.small = nn.ParameterList([nn.Parameter(torch.randn(64, dtype=dtype)) for dtype in dtypes])
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = rows.double() @ self.large.T @ self.large
+        for scale in self.small:
+            found = found * (1 + 0.01 * scale.double())
+        return rows + found.float()
+
+
+@pytest.mark.parametrize("weights", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
+def test_parameters_of_two_dtypes_that_the_host_updates_are_those_of_plain(
+    device: torch.device, weights: Tier, states: Tier, tmp_path: Path
+) -> None:
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Odd(), Odd()).to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    home = BlockPlan(weight_home=weights, gradient_home=Tier.HOST, state_home=states, update_on=Tier.HOST)
+    same = same_bits_beside_plain(parts, loss_of, torch.randn(4, 64, device=device), lambda _: home, tmp_path)
+    assert same == [True] * len(same)

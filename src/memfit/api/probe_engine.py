@@ -160,13 +160,13 @@ def explained(actions: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dic
     first = len(names)
     below = [[*row, (first + i, 1.0)] for i, row in enumerate(rows)]
     over = [[*row, (first + i, -1.0)] for i, row in enumerate(rows)]
-    count, nothing = len(rows), [math.inf] * len(rows)
+    count = len(rows)
     program = LinearProgram(
         [0.0] * (first + count),
         [math.inf] * (first + count),
         [*below, *over],
-        [*wanted, *(-one for one in nothing)],
-        [*nothing, *wanted],
+        [*wanted, *([-math.inf] * count)],
+        [*([math.inf] * count), *wanted],
     )
     solved = program.minimize([*([0.0] * first), *([1.0] * count)])
     assert solved is not None, "any seconds will do, with distances that are large enough"

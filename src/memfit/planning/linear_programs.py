@@ -93,7 +93,7 @@ class LinearProgram:
         """Returns what no columns within the bounds cost less than; infinite: nothing is within.
 
         Args:
-            cost: of each column, not negative, as are the columns.
+            cost: of each column; columns that cost something are not negative, nor are their costs.
         """
         status = self._run(cost)
         if status == "kInfeasible":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from memfit.core.tiers import Tier
 from memfit.planning.linear_programs import LinearProgram
@@ -74,8 +74,8 @@ class MixtureProgram:
     def __init__(self, prices: OptionPrices) -> None:
         self._prices = prices
         count, rows = len(prices.options), prices.rows
-        self._groups = (len(prices.policies), len(prices.homes), *map(len, prices.ends))
-        self._begins = [sum(self._groups[:i]) for i in range(len(self._groups) + 1)]
+        groups = (len(prices.policies), len(prices.homes), *map(len, prices.ends))
+        self._begins = [*accumulate(groups, initial=0)]
         # Rows of lanes are less than the seconds in the last column; all others are in GiB.
         self._scales = [1.0 if row.kind in _OF_LANES else _GIB for row in rows]
         terms = [
