@@ -14,17 +14,17 @@ Of techniques those are trained that are predicted to be the fastest, `--techniq
 Out: a table and a JSON. Peaks are the device's, phase by phase; the largest behind the load is shown, since the model is built whole on the device
 before `fit`, and may be above the limit until its weights have moved home. Seconds are on the device's counted clock (tests/accelerator/native/timing.h):
 compute by the seconds that its thread was on a processor, copies by the rates of the links, so that a busy machine changes neither by much.
-Predicted seconds are those of the machine's measured rates. Calibrated they are by two factors: what the device's thread worked in two steps of the
-same training, before those that are measured, by what was predicted of it, and the same of the thread that updates on the host. A processor that is
-shared changes its speed from minute to minute by a tenth and more, and Python around small pieces of updates takes longer here than beside a real
-device. Waits, copies and what lies beside what are as predicted.
+Predicted seconds are those of the machine's measured rates. Calibrated they are by two factors: what the device's thread worked in every other step, the
+least of them, by what was predicted of it, and the same of the thread that updates on the host; of the steps between these the least is measured. A
+processor that is shared changes its speed from minute to minute by a tenth and more, and Python around small pieces of updates takes longer here than
+beside a real device. Waits, copies and what lies beside what are as predicted.
 
 The rate. What matters is how long bytes cross beside what their use computes. An RTX 4090 (100 TFLOP/s, 22 GB/s) in a step of 16,384 tokens has
 0.28 flops for a byte and a token; 40 GFLOP/s of this processor, 256 tokens and 500 MB/s have 0.31.
 
-`--smallest`: each model is asked with 2 MiB, trained at the smallest limit that the refusal names, and asked with 3 % less, which must be refused;
-with as much host memory as there is, with two thirds of what its states take there and the disk besides, and on the emulated device of the
-processor.
+`--smallest`: each model is asked with 2 MiB, asked with 3 % less than the refusal names, which must be refused, and trained at what it names;
+each in a process of its own; with as much host memory as there is, with two thirds of what its states take there and the disk besides, and on the
+emulated device of the processor.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ ROOT = Path(__file__).parents[1]
 ROWS, TOKENS, WORDS = 4, 64, 2000
 RATE = 500e6
 SHARES = (0.0, 0.3, 0.65, 1.0)
-WARM, CALIBRATING, MEASURED = 1, 2, 4
+WARM, CALIBRATING, MEASURED = 1, 5, 5
+ALL, ON_HOST = "all", "updates on the host"
 BELOW = 0.97
 LEAST_LIMIT = 2 * common.MIB
 SPECIAL: dict[str, Any] = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BEGINS_WITH_PAD: dict[str, Any] = {"decoder_start_token_id": 0}
 MODELS = ("llama", "gpt2", "t5")
+WAYS = DEVICE_ALONE, WITH_DISK, EMULATED = "device", "device, host and disk", "emulated"
 Row = dict[str, Any]
 
 
@@ -94,8 +96,11 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         for model in given.models:
-            request = {key: getattr(given, key) for key in ("limits", "rate", "rounds", "techniques", "smallest")}
-            for row in _rows(request | {"model": model, "hardware": f"{directory}/hardware.json"}):
+            request = {key: getattr(given, key) for key in ("limits", "rate", "rounds", "techniques")}
+            request |= {"model": model, "hardware": f"{directory}/hardware.json"}
+            # Of what a smallest limit counts nothing is to be left of a training before.
+            requests = [request | {"way": way} for way in WAYS] if given.smallest else [request]
+            for row in (row for asked in requests for row in _rows(asked)):
                 rows.append(row)
                 print(_line(row), flush=True)
                 if given.out is not None:
@@ -240,7 +245,10 @@ def _work(request: Mapping[str, Any]) -> Iterator[Row]:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     runs = _Runs(request, late)
-    yield from (runs.smallest() if request["smallest"] else runs.compare())
+    if "way" in request:
+        yield runs.smallest(request["way"])
+    else:
+        yield from runs.compare()
 
 
 class _Runs:
@@ -326,31 +334,29 @@ class _Runs:
                 refused[name] = f"{known[name].cost.seconds:.3f} s are predicted: not trained"
         return plans, refused
 
-    def smallest(self) -> Iterator[Row]:
-        """Yields a row for each way to limit: the smallest limit that is named, training at it, and 3 % less."""
+    def smallest(self, way: str) -> Row:
+        """Returns a row: the smallest limit that is named, 3 % less, and training at it."""
         import torch
 
-        states = 8 * sum(p.numel() for p in self._parts()[0].parameters())
-        here = _hardware(torch.device("cpu"), RATE)
-        ways: dict[str, dict[str, Any]] = {
-            "device": {},
-            "device, host and disk": {"host_limit": states * 2 // 3, "hardware": _with_disk(self._hardware)},
-            "emulated": {"emulate_device": True, "hardware": _with_disk(here)},
-        }
-        for way, asked in ways.items():
-            self._batches = self._drawn(torch.device("cpu") if "emulate_device" in asked else self._device)
-            smallest = self._asked({"limit": LEAST_LIMIT, **asked})
-            row = self._train(None, smallest, **asked)
-            try:
-                less = self._asked({"limit": int(BELOW * smallest), **asked})
-                below = "refused"
-            except RuntimeError as error:
-                less, below = None, str(error)
-            yield {
-                "model": self._model, "way": way, "smallest_bytes": smallest, "below": below, "named_below": less,
-                "peaks": row.get("peaks"),
-                "peak_bytes": row.get("peak_bytes", math.inf), "plan": row.get("plan", row.get("refused")),
-            }  # fmt: skip
+        here = _hardware(torch.device("cpu"), RATE) if way == EMULATED else self._hardware
+        states = 8 * sum(p.numel() for p in self._parts(is_on_host=way == EMULATED)[0].parameters())
+        asked: dict[str, Any] = {
+            DEVICE_ALONE: {},
+            WITH_DISK: {"host_limit": states * 2 // 3, "hardware": _with_disk(self._hardware)},
+            EMULATED: {"emulate_device": True, "hardware": _with_disk(here)},
+        }[way]
+        self._batches = self._drawn(torch.device("cpu") if way == EMULATED else self._device)
+        smallest = self._asked({"limit": LEAST_LIMIT, **asked})
+        try:
+            less, below = self._asked({"limit": int(BELOW * smallest), **asked}), "refused"
+        except RuntimeError as error:
+            less, below = None, str(error)
+        row = self._train(None, smallest, **asked)
+        return {
+            "model": self._model, "way": way, "smallest_bytes": smallest, "below": below, "named_below": less,
+            "peaks": row.get("peaks"),
+            "peak_bytes": row.get("peak_bytes", math.inf), "plan": row.get("plan", row.get("refused")),
+        }  # fmt: skip
 
     def _asked(self, asked: Mapping[str, Any]) -> int:
         """Returns the smallest limit that a refusal names.
@@ -377,7 +383,7 @@ class _Runs:
         raise RuntimeError(f"it trains: {reason}")
 
     def _train(self, plan: Plan | None, limit: int | None, **asked: Any) -> Row:
-        """Trains some steps; seconds are the mean of those behind the first."""
+        """Trains some steps; seconds are the least of every other one behind the first."""
         import memfit
         from memfit.core.errors import MemfitError
 
@@ -402,40 +408,30 @@ class _Runs:
         from memfit.prediction.predict import appraise, predict
         from memfit.scheduling.lower import lower
 
-        first, second, third = self._batches[:WARM], self._batches[WARM:][:CALIBRATING], self._batches[-MEASURED:]
-        losses = [job.step(batch).loss for batch in first]
-        self._now_s()
-        worker = job._assembly.updates  # noqa: SLF001, nothing public tells of its thread
-        calibrates, host_calibrates = self._late.native.worked_s(), worker.busy_s()
-        losses += [job.step(batch).loss for batch in second]
-        began, before = self._now_s(), self._late.native.worked_s()
-        on_host_s = (worker.busy_s() - host_calibrates) / CALIBRATING
-        losses += [job.step(batch).loss for batch in third]
-        seconds, after = (self._now_s() - began) / MEASURED, self._late.native.worked_s()
+        losses = [job.step(batch).loss for batch in self._batches[:WARM]]
+        # In turns, so that a processor that becomes slower is so in both.
+        calibrating, measured = _Worked(self._late, job), _Worked(self._late, job)
+        for number, batch in enumerate(self._batches[WARM:]):
+            with measured if number % 2 else calibrating:
+                losses.append(job.step(batch).loss)
         peaks = {phase.name: phase.held_peak_bytes for phase in job.proof().phases}
         step = lower(job.schedule, job.plan, job.profile, device=self._device.type)
         busy = appraise(step, self._hardware).busy_s
         foretold = busy[COMPUTE_LANE] + busy.get(UPDATE_LANE, 0.0)
         # Of the emulated device of the processor nothing tells.
-        factor: float = (before["compute"] - calibrates["compute"]) / CALIBRATING / foretold or 1.0
+        factor: float = calibrating.least_s("compute") / foretold or 1.0
         machine = calibrated(self._hardware, dict.fromkeys(GROUPS, factor))
-        host_factor = on_host_s / busy[HOST_LANE] if busy.get(HOST_LANE) else 1.0
+        host_factor = calibrating.least_s(ON_HOST) / busy[HOST_LANE] if busy.get(HOST_LANE) else 1.0
         machine = _with_slower_host(machine, self._hardware, host_factor) if busy.get(HOST_LANE) else machine
         return {
-            "seconds": seconds, "factor": factor, "host_factor": host_factor,
+            "seconds": measured.least_s(ALL), "factor": factor, "host_factor": host_factor,
             "predicted_s": predict(step, self._hardware).seconds, "calibrated_s": predict(step, machine).seconds,
-            "worked_s": {lane: (after[lane] - before[lane]) / MEASURED for lane in after}, "peaks": peaks,
+            "worked_s": {lane: measured.least_s(lane) for lane in measured.steps[0]}, "peaks": peaks,
             "peak_bytes": max(nbytes for phase, nbytes in peaks.items() if phase != "load"), "losses": losses,
             "plan": _words(job), "microbatches": job.plan.microbatches,
             # Sums over microbatches are added up in another order.
             "same_losses": losses == self._losses or not self._losses or job.plan.microbatches > 1,
         }  # fmt: skip
-
-    def _now_s(self) -> float:
-        import torch
-
-        torch.accelerator.synchronize(self._device)
-        return self._late.native.now_s()
 
     def _parts(self, *, is_on_host: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
         import gc
@@ -449,6 +445,35 @@ class _Runs:
             model = model.to(self._device)
             model.tie_weights()  # `to` unties on a backend of PrivateUse1
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class _Worked:
+    """Counts steps that are made within it: what they took, and what each thread and link of the late device worked.
+
+    Attributes:
+        steps: seconds of each, by lane.
+    """
+
+    def __init__(self, late: Any, job: Job) -> None:
+        self._native = late.native
+        self._worker = job._assembly.updates  # noqa: SLF001, nothing public tells of its thread
+        self.steps: list[dict[str, float]] = []
+
+    def least_s(self, lane: str) -> float:
+        """Least seconds of a step: what others on the machine slow is not among them."""
+        return min(step[lane] for step in self.steps)
+
+    def __enter__(self) -> None:
+        self._before = self._read()
+
+    def __exit__(self, *_: object) -> None:
+        self.steps.append({lane: seconds - self._before[lane] for lane, seconds in self._read().items()})
+
+    def _read(self) -> dict[str, float]:
+        import torch
+
+        torch.accelerator.synchronize(torch.device("late", 0))
+        return {**self._native.worked_s(), ON_HOST: self._worker.busy_s(), ALL: self._native.now_s()}
 
 
 def _words(job: Job) -> str:

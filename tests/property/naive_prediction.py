@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from memfit.core.hardware import Hardware, Link
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import WorkKind
 from memfit.prediction.pace import host_work_seconds, work_seconds
 
 Key = tuple[Tier, str, str]
@@ -332,9 +334,31 @@ class Simulation:
             started.append(("computed", self._queue("updates", seconds, fed)))
             self._queues["updates"][-1].reads = frozenset(reads)
         if operation.host_work:
-            seconds = Fraction(host_work_seconds(operation.host_work, self.hardware))
-            started.append(("computed", self._queue("host", seconds, gate)))
+            started.append(("computed", self._update_on_host(operation, gate, [signal for _, signal in started])))
         return started
+
+    def _update_on_host(self, operation: Operation, gate: Signal, moved: list[Signal]) -> Signal:
+        """Works on pieces: the first when it has come, and the last one is still to go."""
+        seconds = Fraction(host_work_seconds(operation.host_work, self.hardware))
+        counts = {kind: Fraction(amount) for kind, amount in operation.host_work}
+        cut = min(counts.get(WorkKind.PIECES, Fraction(0)), counts.get(WorkKind.UPDATED, Fraction(0)) / PIECE_ELEMENTS)
+        pieces = max(Fraction(1), cut)
+        coming: dict[tuple[Tier, str], Fraction] = defaultdict(Fraction)
+        going: dict[tuple[Tier, str], Fraction] = defaultdict(Fraction)
+        come = [gate]
+        for transfer, signal in zip(operation.transfers, moved, strict=False):
+            link, is_read = self._link(transfer.tier), transfer.direction == "read"
+            one = Fraction(transfer.nbytes / (link.read_bytes_per_s if is_read else link.write_bytes_per_s)) / pieces
+            if is_read != (transfer.tier is Tier.HOST):
+                coming[transfer.tier, transfer.direction] += one
+                come.append(signal)
+            else:
+                going[transfer.tier, transfer.direction] += one
+        name = f"host {self._number}"
+        first = self._queue(f"{name} first", Fraction(max(coming.values(), default=0)), gate)
+        worked = self._queue("host", seconds, first)
+        last = self._queue(f"{name} last", seconds / pieces, all_of(Fraction(0), *come))
+        return self._queue(f"{name} home", Fraction(max(going.values(), default=0)), all_of(Fraction(0), worked, last))
 
     def _foretold(self, token: Token) -> Signal:
         """Returns the end of what gives a token, as it is foretold now: what later transfers hold up

@@ -17,11 +17,13 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Accumulate, Clear, Commit, Fetch, Release, Update
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
+from memfit.core.work_kinds import WorkKind
 from memfit.prediction import predict
 from memfit.prediction.bytes import held_at
 from memfit.prediction.pace import work_seconds
@@ -43,7 +45,12 @@ LOWERED = [
     for operation in lower(build_step(plan, PROFILE, clips_norm=False), plan, PROFILE, device="gpu")
 ]
 COMPUTED = next(o.work[0][0] for o in LOWERED if o.work)
-UPDATED = next(o.host_work[0][0] for o in LOWERED if o.host_work)
+# Whole, and in one and a half, two and three pieces.
+HOST_WORK = [
+    (),
+    ((WorkKind.PIECES, 1.0),),
+    *(((WorkKind.PIECES, 3.0), (WorkKind.UPDATED, count * PIECE_ELEMENTS)) for count in (1.5, 2.0, 7.0)),
+]
 EXACT = 1e-9
 """Relative difference that sums of floating point numbers in another order may have."""
 
@@ -123,7 +130,7 @@ def free_steps(draw: Any) -> Step:
                 awaited=tuple(draw(transfers(1))),
                 transfers=tuple(draw(transfers(3))),
                 is_chain=draw(st.booleans()),
-                host_work=draw(amounts(UPDATED)),
+                host_work=draw(st.sampled_from(HOST_WORK)),
                 update_place=draw(
                     st.sampled_from([None, None, *(p for p in UpdatePlace if p is not UpdatePlace.HOST)])
                 ),

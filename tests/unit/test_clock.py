@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.machines import machine_names, read_hardware
 from memfit.core.rates import DERIVED_SPREAD, Rate, rates_of
 from memfit.core.schedule import Schedule, Start
@@ -107,6 +108,42 @@ def test_what_is_computed_behind_an_update_in_order_waits_for_its_traffic_with_h
     times = clock.run(step_of(update, computing(3)))
     assert times[1].end_s == pytest.approx(wanted)
     assert clock.stalls_s.get("update", 0.0) == pytest.approx(wanted - 3 if wanted > 4 else 0)
+
+
+@pytest.mark.parametrize(
+    ("to_host", "to_device", "work_s", "wanted"),
+    [
+        # 1 s until the first of four pieces is there, 8 s of work on all, 0.5 s until the last is back.
+        (200, 200, 8.0, 1 + 8 + 0.5),
+        # The link takes 8 s; then the last piece is worked on and goes.
+        (400, 200, 4.0, 8 + 1 + 0.5),
+        # What goes takes the longest.
+        (100, 1600, 1.0, 16),
+        # It rests where it is worked on.
+        (0, 0, 3.0, 3),
+    ],
+)
+def test_an_update_on_the_host_begins_with_its_first_piece_and_ends_with_its_last(
+    to_host: int, to_device: int, work_s: float, wanted: float
+) -> None:
+    spec = TierSpec(nbytes=1 << 40, link=LINK)
+    hardware = replace(
+        machine(device="a GPU"),
+        tiers={Tier.DEVICE: spec, Tier.HOST: spec},
+        host_update_elements_per_s=4 * PIECE_ELEMENTS / work_s,
+        rates={WorkKind.PIECES: Rate(1e12)},
+    )
+    moved = [Transfer(Tier.HOST, way, "weight", n) for way, n in (("write", to_host), ("read", to_device)) if n]
+    update = Operation(
+        action=Start(microbatch=0),
+        transfers=tuple(moved),
+        is_chain=False,
+        host_work=((WorkKind.PIECES, 9.0), (WorkKind.UPDATED, 4.0 * PIECE_ELEMENTS)),
+        update_place=UpdatePlace.HOST,
+        gives=Token("update", "B0"),
+    )
+    waiting = Operation(action=Start(microbatch=0), waits=(Token("update", "B0"),))
+    assert seconds_of(hardware, update, waiting) == pytest.approx(wanted)
 
 
 def test_an_interval_holds_the_prediction_and_grows_with_the_spread() -> None:

@@ -84,14 +84,16 @@ class JudgesAhead:
 
     @property
     def best(self) -> tuple[Ahead, Judged]:
-        """The best mixture that fits, if any does, and how far it goes ahead."""
+        """The best mixture that fits, if any does, and how far it goes ahead; of equally fast ones
+        that with the fewest bytes.
+        """
         taken = [
             (ahead, judged)
             for ahead, judge in self.by_ahead.items()
             for judged in judge.judged.values()
             if self._is_taken(judged)
         ]
-        return min(taken, key=lambda one: (one[1].built.weighed_s, one[0]))
+        return min(taken, key=lambda one: (one[1].built.weighed_s, one[1].built.cost.peak_bytes, one[0]))
 
     def _is_taken(self, judged: Judged) -> bool:
         return judged.built.fits and self._question.allows(judged.built.priced)

@@ -15,7 +15,8 @@ main thread stops only where an operation waits; those seconds are stalls, by
 what was waited for.
 
 An update's elements are worked on by the device or by the host's cores, one update after the other,
-as soon as its gradient is there. On the device an update of a thread beside the main one goes
+as soon as its gradient is there. The host begins when the first piece has come, and is not through
+before the last has gone. On the device an update of a thread beside the main one goes
 first: what the main thread computes meanwhile comes later by as much, and where it waits anyhow
 that costs nothing. Two that share a processor have done as much in the end. But an update whose
 pieces come over a link does nothing until that link is through with what it was given before, and
@@ -54,6 +55,7 @@ from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import NETWORK, Tier
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE, Interval, for_updates
+from memfit.core.work_kinds import Work
 from memfit.prediction.pace import Pace
 
 # Seconds that two sums of the same terms may differ by, in another order.
@@ -226,9 +228,11 @@ class Clock:
             fed = max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
         # By direction: when what it moves to and from host memory is through.
         passed: dict[str, float] = {}
+        ended: list[float] = []
         for transfer in transfers:
             moved = self._serve(transfer, end if is_chain else begin, in_pieces=place is not None)
             end = max(end, moved)
+            ended.append(moved)
             if transfer.tier is Tier.HOST:
                 passed[transfer.direction] = moved
             if transfer.direction == "read":
@@ -245,7 +249,7 @@ class Clock:
             else:
                 self._compute(seconds, self._pace)
         if host_work and self._pace is not None:
-            end = max(end, self._update_on_host(begin, self._pace.host_work_s(host_work)))
+            end = max(end, self._update_on_host(begin, host_work, zip(transfers, ended, strict=True), self._pace))
         if gives is not None:
             end = max(end, self.now_s)
             self._done_s[gives] = end
@@ -339,13 +343,35 @@ class Clock:
         self._work(UPDATE_LANE, seconds)
         return end
 
-    def _update_on_host(self, begin: float, seconds: float) -> float:
-        """Puts an update behind those that the host's cores work on; returns when it is through."""
-        began = max(begin, self._host_free_s)
+    def _update_on_host(
+        self, begin: float, work: Work, transfers: Iterable[tuple[Transfer, float]], pace: Pace
+    ) -> float:
+        """Puts an update behind those that the host's cores work on; returns when it is through.
+
+        Args:
+            begin: of its transfers.
+            work: of all its pieces.
+            transfers: each with the end of all its pieces.
+            pace: of the machine.
+        """
+        seconds, pieces = pace.host_work_s(work), pace.pieces(work)
+        # By queue: seconds of one piece, to the host and from it.
+        coming: dict[tuple[Tier, str], float] = {}
+        going: dict[tuple[Tier, str], float] = {}
+        come = begin
+        for (tier, direction, _, nbytes, _), ended in transfers:
+            # What the device gives comes over the host's link, in the direction away from it.
+            comes = (direction == "write") is (tier is Tier.HOST)
+            of_piece = coming if comes else going
+            of_piece[tier, direction] = (
+                of_piece.get((tier, direction), 0.0) + nbytes / pace.lane(tier, direction).alone / pieces
+            )
+            come = max(come, ended) if comes else come
+        began = max(begin + max(coming.values(), default=0.0), self._host_free_s)
         self._host_free_s = began + seconds
-        self._work(HOST_LANE, self._host_free_s - began)
+        self._work(HOST_LANE, seconds)
         self._note(HOST_LANE, "work", "", began, self._host_free_s)
-        return self._host_free_s
+        return max(self._host_free_s, come + seconds / pieces) + max(going.values(), default=0.0)
 
     def _starve(self, tier: Tier, since_s: float, until_s: float) -> None:
         """Lets updates that read from a tier do nothing while a transfer goes before their

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memfit.core.hardware import Hardware
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
@@ -103,6 +104,12 @@ class Pace:
         if found is None:
             found = self._host_known_s[work] = _seconds(work, self._host_rates)
         return found
+
+    def pieces(self, work: Work) -> float:
+        """Pieces of an update on the host: small parameters go together, large ones are cut."""
+        amounts = dict(work)
+        together = amounts.get(WorkKind.UPDATED, 0.0) / PIECE_ELEMENTS
+        return max(1.0, min(amounts.get(WorkKind.PIECES, 0.0), together))
 
     def lane(self, tier: Tier, direction: str) -> Lane:
         """One direction of a tier's link.
