@@ -9,11 +9,14 @@ Two models of transformers (a Llama and a GPT-2 without dropout, fp32, AdamW) ar
 - budget: torch.compile of every layer with `activation_memory_budget` of 0.3;
 - fused-backward: an optimizer for each parameter, stepped by a hook as soon as its gradient is there (PyTorch's tutorial);
 - fused-checkpoint: both of these;
-- fsdp2-offload: `fully_shard` of every layer with `CPUOffloadPolicy`, one process, gloo.
+- fsdp2-offload: `fully_shard` of every layer with `CPUOffloadPolicy`, one process, gloo;
+- zero3-offload: DeepSpeed's ZeRO stage 3 with parameters and optimizer offloaded, one process, gloo, its own Adam for processors, without the
+  clipping that is its default; needs `pip install --no-build-isolation deepspeed` and a compiler, and the first run compiles for minutes.
 
 Then memfit under a limit that leaves about as many bytes to tensors as that way took, with plain PyTorch's bits (`numerics="exact"`): without a
 disk, since the others have none; where that is refused, with one. All step in turn, each in a process of its own; tensors are counted by memfit's
-allocator under all of them. On a processor host and device are one memory, so that what FSDP2 offloads stays where it was.
+allocator under all of them. On a processor host and device are one memory, so that what FSDP2 and DeepSpeed offload stays where it was, and what
+DeepSpeed keeps on the host beside it (a second copy of weights and of gradients) is counted with it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MODELS = ("llama", "gpt2")
-WAYS = ("checkpoint", "budget", "fused-backward", "fused-checkpoint", "fsdp2-offload")
+WAYS = ("checkpoint", "budget", "fused-backward", "fused-checkpoint", "fsdp2-offload", "zero3-offload")
 ROWS, TOKENS, WORDS = 4, 128, 4000
 BUDGET = 0.3
 # Losses of workers that have made different numbers of steps are to agree.
@@ -93,6 +97,8 @@ def _measured(plain: common.Worker, model: str, way: str, rounds: int) -> Row:
         with ours:
             steps = common.interleave([plain, peer, ours], rounds, note=f"{model} {way}")
             row: Row = {"plan": ours.hello["plan"]}
+            if "optimizer" in peer.hello:
+                row["optimizer"] = peer.hello["optimizer"]
             for name, worker in (("plain", plain), ("peer", peer), ("memfit", ours)):
                 found = steps[worker.name]
                 row[name] = {
@@ -127,7 +133,8 @@ def _table(rows: Sequence[Row]) -> str:
             f"{peer['cpu_ratio']:.2f}",
         ]
         cells += [common.mib(ours["tensor_peak_bytes"]), f"{ours['cpu_ratio']:.2f}", row["plan"]]
-        lines.append([row["model"], row["way"], *cells])
+        way = f"{row['way']} ({row['optimizer']})" if "optimizer" in row else row["way"]
+        lines.append([row["model"], way, *cells])
     return common.table(heads, lines)
 
 
@@ -167,6 +174,8 @@ def _work(request: Mapping[str, Any]) -> None:
     from memfit.verification.meters import ProcessMeter
 
     way = request["way"]
+    if way == "zero3-offload":
+        _import_deepspeed()  # as part of the imports
     allocator = install()
     imports = ProcessMeter().resident_bytes().whole_bytes
     model, layers = _build(request["model"])
@@ -184,7 +193,10 @@ def _work(request: Mapping[str, Any]) -> None:
             hello["plan"] = "refused without a disk; " + job.reason.split(": predicted")[0]
         common.serve(hello, {"step": lambda: common.measured_job_step(job, batch)})
         return
-    step = _step_of(way, model, layers, batch)
+    if way == "zero3-offload":
+        step, hello["optimizer"] = _zero3(model, batch)
+    else:
+        step = _step_of(way, model, layers, batch)
     common.serve(hello, {"step": lambda: common.measured(step)})
 
 
@@ -232,17 +244,56 @@ def _step_of(way: str, model: Any, layers: Sequence[nn.Module], batch: torch.Ten
     return step
 
 
-def _shard(model: Any, layers: Sequence[nn.Module]) -> None:
-    """Shards over one rank, with what is sharded in host memory."""
+def _join() -> None:
+    """Makes a process group of this process alone."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     met = f"file://{Path(tempfile.mkdtemp()) / 'met'}"
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=met)
+
+
+def _shard(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Shards over one rank, with what is sharded in host memory."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    _join()
     mesh = init_device_mesh("cpu", (1,))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _import_deepspeed() -> Any:
+    # DeepSpeed asks for both; its launcher, which is not used here, would set the second.
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
+    try:
+        return importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        sys.exit("deepspeed is not installed: pip install --no-build-isolation deepspeed")
+
+
+def _zero3(model: Any, batch: torch.Tensor) -> tuple[Callable[[], float], str]:
+    """Hands the model to ZeRO stage 3 with parameters and optimizer in host memory; returns its step and what updates."""
+    deepspeed = _import_deepspeed()
+    _join()
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=RATE, weight_decay=0.01, adamw_mode=True)
+    host = {"device": "cpu", "pin_memory": False}
+    # The bucket as transformers' Trainer sizes it: the default of 500 million elements takes 2 GB at once.
+    bucket = model.config.hidden_size**2
+    zero = {"stage": 3, "offload_optimizer": host, "offload_param": host, "reduce_bucket_size": bucket}
+    # Clipping is on by default, at 1.0; so small a rate hides from the check of losses what it does.
+    config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0, "zero_optimization": zero}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step() -> float:
+        loss = _loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step, f"deepspeed {deepspeed.__version__}, {type(optimizer).__name__}"
 
 
 if __name__ == "__main__":

@@ -871,7 +871,7 @@ OWN_STREAM = (
     Mutation(
         says="an update whose pieces travel is in the order of the caller's kernels",
         where=_UPDATES + "UpdateWorker._stream_of",
-        take="may_overtake and self._pieces.travels_in_pieces(block)",
+        take="may_overtake and self._pieces.travel(block) is Travel.PIECES",
         put="False",
         tests=[STREAM + "the_callers_stream_waits_for_no_copy_of_an_update_before_it_asks_for_it[host-late]"],
         shows=r"beside_s < 0\.6",
@@ -918,12 +918,32 @@ OWN_STREAM = (
     ),
     Mutation(
         says="an update of whole parameters has a stream of its own",
-        where=_PIECES + "PieceUpdates.travels_in_pieces",
-        take="if not all(self._is_elementwise(slot) for slot in due):",
-        put="if False:",
+        where=_PIECES + "PieceUpdates.travel",
+        take="if all(self._is_elementwise(slot) for slot in due) else Travel.WHOLE",
+        put="if True else Travel.WHOLE",
         tests=[STREAM + "an_update_of_whole_parameters_stays_in_the_order_of_the_callers_kernels[late]"],
         shows=r"IN_ORDER",
         is_slow=True,
+    ),
+    Mutation(
+        says="an update of what rests waits for all that the host makes before it",
+        where=_UPDATES + "UpdateWorker._goes_first",
+        take="devices.is_accelerator(block.device)",
+        put="False",
+        tests=[
+            WAITS + "an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts[late-kinds0-order0]"
+        ],
+        shows=r"\[0, 0, 0, 1, 1, 1\]",
+    ),
+    Mutation(
+        says="an update of what rests goes before pieces on the device",
+        where=_UPDATES + "UpdateWorker._goes_first",
+        take="all(one.is_on_host or one.goes_first for one in self._under_way)",
+        put="True",
+        tests=[
+            WAITS + "an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts[late-kinds2-order2]"
+        ],
+        shows=r"\[0, 1, 1, 1, 0, 0\]",
     ),
     Mutation(
         says="nobody waits for the kernels of an update on a stream of its own",

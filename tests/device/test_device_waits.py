@@ -29,7 +29,7 @@ from memfit.engine.visits import Visits
 from memfit.homes import ByteHome
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.homes.staging import Staged, Staging
-from memfit.homes.update_pieces import PieceUpdates
+from memfit.homes.update_pieces import PieceUpdates, Travel
 from memfit.homes.updates import Gate, UpdateWorker
 from memfit.huggingface.caches import OffloadedCaches
 from memfit.job import hard_limit, probing
@@ -398,6 +398,104 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
     transfer.wait()
     assert applied.is_set()
     worker.close()
+
+
+class HeldPieces:
+    """Three pieces a block; the first of all is held until `go` is set."""
+
+    def __init__(self, kinds: dict[int, str]) -> None:
+        self._kinds = kinds
+        self.began, self.go = threading.Event(), threading.Event()
+        self.log: list[tuple[int, int]] = []
+
+    def due(self, block: Any) -> list[Any]:
+        return [block]
+
+    def groups(self, block: Any) -> list[tuple[int]]:
+        return [(piece,) for piece in range(3)]
+
+    def travel(self, block: Any) -> Travel:
+        return Travel.NONE if self._kinds[block.index] == "rests" else Travel.PIECES
+
+    def homes_order_reads(self, block: Any) -> bool:
+        return True
+
+    def lay_out(self, block: Any) -> None:
+        pass
+
+    def lend_numbers(self, block: Any, stream: Any) -> None:
+        pass
+
+    def begin_together(self, block: Any, group: tuple[int]) -> tuple[int]:
+        return group
+
+    def apply_together(self, block: Any, coming: tuple[int]) -> list[Any]:
+        if not self.log:
+            self.began.set()
+            assert self.go.wait(10)
+        self.log.append((block.index, coming[0]))
+        return []
+
+    def forget_standing(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "order"),
+    [
+        # Behind the piece under way: the main thread waits for it, and the host has long to work.
+        (("host", "rests"), [0, 1, 1, 1, 0, 0]),
+        (("host", "host", "rests"), [0, 2, 2, 2, 0, 0, 1, 1, 1]),
+        # Pieces on the device would be there beside its own memory.
+        (("travels", "rests"), [0, 0, 0, 1, 1, 1]),
+        (("host", "travels", "rests"), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        (("host", "rests", "rests"), [0, 1, 1, 1, 2, 2, 2, 0, 0]),
+    ],
+)
+def test_an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts(
+    device: torch.device, kinds: tuple[str, ...], order: list[int]
+) -> None:
+    pieces = HeldPieces(dict(enumerate(kinds)))
+    worker = UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
+    transfers = [
+        worker.submit(SimpleNamespace(index=i, device=device, updates_on_host=kind == "host"))  # pyright: ignore[reportArgumentType]
+        for i, kind in enumerate(kinds[:1])
+    ]
+    assert pieces.began.wait(10)
+    transfers += [
+        worker.submit(SimpleNamespace(index=i, device=device, updates_on_host=kind == "host"))  # pyright: ignore[reportArgumentType]
+        for i, kind in enumerate(kinds)
+        if i
+    ]
+    pieces.go.set()
+    for transfer in transfers:
+        transfer.wait()
+    worker.close()
+    assert [index for index, _ in pieces.log] == order
+    for index in range(len(kinds)):
+        assert [piece for i, piece in pieces.log if i == index] == [0, 1, 2]
+
+
+def test_what_fails_of_an_update_that_goes_first_is_raised_where_it_is_waited_for(device: torch.device) -> None:
+    class Fails(HeldPieces):
+        def apply_together(self, block: Any, coming: tuple[int]) -> list[Any]:
+            found = super().apply_together(block, coming)
+            if block.index == 1 and coming == (1,):
+                raise memfit.StoreError("it does not go")
+            return found
+
+    pieces = Fails({0: "host", 1: "rests"})
+    worker = UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
+    blocks: list[Any] = [SimpleNamespace(index=i, device=device, updates_on_host=not i) for i in range(2)]
+    first = worker.submit(blocks[0])
+    assert pieces.began.wait(10)
+    second = worker.submit(blocks[1])
+    pieces.go.set()
+    with pytest.raises(memfit.StoreError, match="it does not go"):
+        second.wait()
+    first.wait()
+    worker.close()
+    assert pieces.log == [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------- what the host reads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import accumulate
 from typing import Any
 
@@ -53,6 +54,16 @@ class Coming:
     state: StatePiece
     moved: RingPiece | None = None
     """Pinned memory that the weight lies in, if the host updates it and it lives on the device."""
+
+
+class Travel(Enum):
+    """What of a block's update comes or goes: nothing, pieces of bounded size, or also whole
+    parameters.
+    """
+
+    NONE = auto()
+    PIECES = auto()
+    WHOLE = auto()
 
 
 class PieceUpdates:
@@ -175,20 +186,21 @@ class PieceUpdates:
         if group:
             yield tuple(group)
 
-    def travels_in_pieces(self, block: BlockWeights) -> bool:
-        """Tells whether something of a block's update comes or goes, in pieces of bounded size."""
+    def travel(self, block: BlockWeights) -> Travel:
+        """Tells what of a block's update comes or goes."""
         due = self.due(block)
-        if not all(self._is_elementwise(slot) for slot in due):
-            return False
         masters = block.master_home if block.has_masters else None
         # By where things rest, not by what is there: states that a first update makes would else
         # leave a stream of its own memory that nothing ever uses again.
-        return (
-            block.travels
-            or (masters is not None and masters.memory_at(block.update_device) is None)
-            or not self._states[block.index].rests_on(block.update_device)
-            or any(self._gradients.here.of(slot) is None for slot in due)
+        rests = (
+            not block.travels
+            and (masters is None or masters.memory_at(block.update_device) is not None)
+            and self._states[block.index].rests_on(block.update_device)
+            and all(self._gradients.here.of(slot) is not None for slot in due)
         )
+        if rests:
+            return Travel.NONE
+        return Travel.PIECES if all(self._is_elementwise(slot) for slot in due) else Travel.WHOLE
 
     def homes_order_reads(self, block: BlockWeights) -> bool:
         """Tells whether all that pieces of a block are read from orders reads behind writes. What

@@ -12,7 +12,10 @@ works on blocks below. Elementwise updates give the same bits on any number of t
 worker computes on one and leaves the others to backward; updates that need whole parameters (they
 contain reductions) run with the main thread's count, because the order of a reduction follows it.
 Where nothing is waited for, a worker beside backward only takes one of its cores, and the other
-cores wait for the slower one: then each update runs at once, on all of them.
+cores wait for the slower one: then each update runs at once, on all of them. An update by an
+accelerator of which nothing comes or goes is soon made, and the main thread waits for it before it
+asks for more work: it goes before the next piece of those that the host's cores make, which take
+long. Before pieces on the device it does not: their memory would be there beside its own.
 
 [Note: updates on the host]
 Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four
@@ -55,7 +58,7 @@ import torch
 from memfit import devices
 from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.homes.memory import StreamCopy
-from memfit.homes.update_pieces import Coming, PieceUpdates
+from memfit.homes.update_pieces import Coming, PieceUpdates, Travel
 from memfit.homes.weights import BlockWeights
 
 
@@ -147,6 +150,9 @@ class UpdateWorker:
         self._streams: dict[bool, torch.Stream] = {}
         self._last_writes = _LastWrites()
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
+        # Of these jobs what may go before the pieces of those in front of it.
+        self._first = deque[_SubmittedUpdate]()
+        self._under_way: list[_SubmittedUpdate] = []
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
 
@@ -191,16 +197,32 @@ class UpdateWorker:
         self.note_updated(block.index)
         if not is_beside:
             with torch.no_grad():
-                _Pipeline(lambda: None).run(job)
+                _Pipeline(lambda: None, deque()).run(job)
             job.handle.wait()
             return job.handle
         if self._thread is None:
-            self._thread = _start_worker(self._jobs)
+            self._thread = _start_worker(self._jobs, self._first)
             # A worker that is dropped without `close` ends its thread as well: the thread refers to
             # the queue only.
             weakref.finalize(self, self._jobs.put, None)
+        self._under_way = [one for one in self._under_way if not one.handle.is_done]
+        if after is DONE and self._goes_first(block):
+            job.goes_first = True
+            self._first.append(job)
+        self._under_way.append(job)
         self._jobs.put(job)
         return job.handle
+
+    def _goes_first(self, block: BlockWeights) -> bool:
+        """Tells whether a block's update may go before those under way. See [Note: threads of an
+        update].
+        """
+        return (
+            devices.is_accelerator(block.device)
+            and not block.updates_on_host
+            and all(one.is_on_host or one.goes_first for one in self._under_way)
+            and self._pieces.travel(block) is Travel.NONE
+        )
 
     def _stream_of(self, block: BlockWeights, *, may_overtake: bool) -> torch.Stream | None:
         """Returns the stream for the update of a block; None: the caller's.
@@ -211,7 +233,7 @@ class UpdateWorker:
         """
         if not devices.is_accelerator(block.device):
             return None
-        if not block.updates_on_host and not (may_overtake and self._pieces.travels_in_pieces(block)):
+        if not block.updates_on_host and not (may_overtake and self._pieces.travel(block) is Travel.PIECES):
             return None
         if not block.updates_on_host:
             self._pieces.lay_out(block)
@@ -227,6 +249,7 @@ class UpdateWorker:
     def catch_up(self) -> None:
         """Lets go of what the last updates' writes read; all handles have been waited for."""
         self._last_writes.catch_up()
+        self._under_way.clear()
 
     def close(self) -> None:
         """Ends the thread after the updates that were submitted, and lets go of memory that was
@@ -299,9 +322,16 @@ class _SubmittedUpdate:
             self._caller = self._stream
             self._reads_in_order = block.updates_on_host or not pieces.homes_order_reads(block)
             self._behind, self._stream = self._stream.record_event(), own_stream
+        # Before the next piece of those that the host makes.
+        self.goes_first = False
         self._left = deque(pieces.groups(block))
         self._begun = 0
         self._leaving: list[TransferHandle] = []
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if the host's cores make the update."""
+        return self._block.updates_on_host
 
     @property
     def is_left(self) -> bool:
@@ -397,10 +427,12 @@ class _Pipeline:
 
     Args:
         more: returns the next update, if it was submitted already.
+        first: updates that go before the next piece.
     """
 
-    def __init__(self, more: Callable[[], _SubmittedUpdate | None]) -> None:
+    def __init__(self, more: Callable[[], _SubmittedUpdate | None], first: deque[_SubmittedUpdate]) -> None:
         self._more = more
+        self._first = first
         self._job: _SubmittedUpdate | None = None
 
     def run(self, job: _SubmittedUpdate) -> None:
@@ -419,6 +451,8 @@ class _Pipeline:
     def _next(self) -> tuple[_SubmittedUpdate, tuple[Coming, ...]] | None:
         """Begins to read the next piece; None if there is none."""
         while True:
+            while self._first:
+                self._make(self._first.popleft())
             while self._job is None or not self._job.is_left:
                 self._job = self._more()
                 if self._job is None:
@@ -427,14 +461,24 @@ class _Pipeline:
             if coming is not None:
                 return self._job, coming
 
+    @staticmethod
+    def _make(job: _SubmittedUpdate) -> None:
+        """Makes an update of which nothing comes or goes."""
+        while job.is_left:
+            here = job.begin()
+            if here is not None:
+                job.apply(here)
+            del here
+            job.end_if_done()
 
-def _start_worker(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> threading.Thread:
-    thread = threading.Thread(target=_work, args=(jobs,), name="memfit-update", daemon=True)
+
+def _start_worker(jobs: queue.SimpleQueue[_SubmittedUpdate | None], first: deque[_SubmittedUpdate]) -> threading.Thread:
+    thread = threading.Thread(target=_work, args=(jobs, first), name="memfit-update", daemon=True)
     thread.start()
     return thread
 
 
-def _work(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> None:
+def _work(jobs: queue.SimpleQueue[_SubmittedUpdate | None], first: deque[_SubmittedUpdate]) -> None:
     is_ending = False
 
     def more() -> _SubmittedUpdate | None:
@@ -451,5 +495,5 @@ def _work(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> None:
             job = jobs.get()
             if job is None:
                 return
-            _Pipeline(more).run(job)
+            _Pipeline(more, first).run(job)
             del job
