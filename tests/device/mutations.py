@@ -938,12 +938,20 @@ OWN_STREAM = (
     Mutation(
         says="an update of what rests goes before pieces on the device",
         where=_UPDATES + "UpdateWorker._goes_first",
-        take="all(one.is_on_host or one.goes_first for one in self._under_way)",
+        take="all(may_be_overtaken for _, may_be_overtaken in self._under_way)",
         put="True",
         tests=[
             WAITS + "an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts[late-kinds2-order2]"
         ],
         shows=r"\[0, 1, 1, 1, 0, 0\]",
+    ),
+    Mutation(
+        says="the worker begins a piece of what goes first, and then goes on with the next",
+        where=_UPDATES + "_Pipeline._next",
+        take="while self._first:",
+        put="while self._first and (self._first[0] is not self._job or self._job._begun):",
+        tests=[WAITS + "what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order[late]"],
+        shows=r"\[0, 1, 2\]",
     ),
     Mutation(
         says="nobody waits for the kernels of an update on a stream of its own",

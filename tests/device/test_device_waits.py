@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import shutil
 import threading
 from collections.abc import Iterator
@@ -474,6 +475,37 @@ def test_an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the
     assert [index for index, _ in pieces.log] == order
     for index in range(len(kinds)):
         assert [piece for i, piece in pieces.log if i == index] == [0, 1, 2]
+
+
+class Jobs:
+    """A queue of which the first look without waiting is held until `given` is set."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.asked, self.given = threading.Event(), threading.Event()
+        self.put, self.get = self._queue.put, self._queue.get
+
+    def get_nowait(self) -> Any:
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.given.wait(10)
+        return self._queue.get_nowait()
+
+
+def test_what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order(device: torch.device) -> None:
+    pieces = HeldPieces({0: "host", 1: "rests"})
+    worker, jobs = UpdateWorker(pieces), Jobs()  # pyright: ignore[reportArgumentType]
+    worker._jobs = jobs  # type: ignore[assignment]
+    blocks: list[Any] = [SimpleNamespace(index=i, device=device, updates_on_host=not i) for i in range(2)]
+    pieces.go.set()
+    first = worker.submit(blocks[0])
+    assert jobs.asked.wait(10)
+    second = worker.submit(blocks[1])
+    jobs.given.set()
+    second.wait()
+    first.wait()
+    worker.close()
+    assert [piece for i, piece in pieces.log if i] == [0, 1, 2]
 
 
 def test_what_fails_of_an_update_that_goes_first_is_raised_where_it_is_waited_for(device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Updates of blocks at their homes, beside the backward of earlier blocks.
 
 In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker
-thread takes blocks in order; each parameter is updated in pieces small enough for the processor's
-cache (`homes.update_pieces`), and the next pieces' transfers run while one is computed, also from
-one block to the next.
+thread takes blocks in order, but for those that go first; each parameter is updated in pieces small
+enough for the processor's cache (`homes.update_pieces`), and the next pieces' transfers run while
+one is computed, also from one block to the next.
 
 [Note: threads of an update]
 The worker touches a block's weights, gradients and states only between `submit` and the end of its
@@ -134,7 +134,7 @@ class UpdateHandle(TransferHandle):
 
 
 class UpdateWorker:
-    """Runs updates in a thread of its own, in the order of `submit`.
+    """Runs updates in a thread of its own, in the order of `submit` but for those that go first.
 
     Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are
     away).
@@ -152,7 +152,8 @@ class UpdateWorker:
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         # Of these jobs what may go before the pieces of those in front of it.
         self._first = deque[_SubmittedUpdate]()
-        self._under_way: list[_SubmittedUpdate] = []
+        # Those that were not done when the last one was submitted, and whether such may overtake them.
+        self._under_way: list[tuple[weakref.ref[UpdateHandle], bool]] = []
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
 
@@ -203,13 +204,13 @@ class UpdateWorker:
         if self._thread is None:
             self._thread = _start_worker(self._jobs, self._first)
             # A worker that is dropped without `close` ends its thread as well: the thread refers to
-            # the queue only.
+            # queues only.
             weakref.finalize(self, self._jobs.put, None)
-        self._under_way = [one for one in self._under_way if not one.handle.is_done]
-        if after is DONE and self._goes_first(block):
-            job.goes_first = True
-            self._first.append(job)
-        self._under_way.append(job)
+        self._under_way = [one for one in self._under_way if (handle := one[0]()) is not None and not handle.is_done]
+        goes_first = after is DONE and self._goes_first(block)
+        self._under_way.append((weakref.ref(job.handle), goes_first or block.updates_on_host))
+        if goes_first:
+            self._first.append(job)  # before it is put: see `_Pipeline`
         self._jobs.put(job)
         return job.handle
 
@@ -220,7 +221,7 @@ class UpdateWorker:
         return (
             devices.is_accelerator(block.device)
             and not block.updates_on_host
-            and all(one.is_on_host or one.goes_first for one in self._under_way)
+            and all(may_be_overtaken for _, may_be_overtaken in self._under_way)
             and self._pieces.travel(block) is Travel.NONE
         )
 
@@ -249,7 +250,6 @@ class UpdateWorker:
     def catch_up(self) -> None:
         """Lets go of what the last updates' writes read; all handles have been waited for."""
         self._last_writes.catch_up()
-        self._under_way.clear()
 
     def close(self) -> None:
         """Ends the thread after the updates that were submitted, and lets go of memory that was
@@ -322,16 +322,9 @@ class _SubmittedUpdate:
             self._caller = self._stream
             self._reads_in_order = block.updates_on_host or not pieces.homes_order_reads(block)
             self._behind, self._stream = self._stream.record_event(), own_stream
-        # Before the next piece of those that the host makes.
-        self.goes_first = False
         self._left = deque(pieces.groups(block))
         self._begun = 0
         self._leaving: list[TransferHandle] = []
-
-    @property
-    def is_on_host(self) -> bool:
-        """True if the host's cores make the update."""
-        return self._block.updates_on_host
 
     @property
     def is_left(self) -> bool:
@@ -451,13 +444,14 @@ class _Pipeline:
     def _next(self) -> tuple[_SubmittedUpdate, tuple[Coming, ...]] | None:
         """Begins to read the next piece; None if there is none."""
         while True:
-            while self._first:
-                self._make(self._first.popleft())
             while self._job is None or not self._job.is_left:
                 self._job = self._more()
                 if self._job is None:
                     return None
-            coming = self._job.begin()
+            # Behind `more`: what it gives is among these by now, and nothing of it has begun.
+            while self._first:
+                self._make(self._first.popleft())
+            coming = self._job.begin() if self._job.is_left else None
             if coming is not None:
                 return self._job, coming
 
