@@ -23,7 +23,7 @@ The rate. What matters is how long bytes cross beside what their use computes. A
 0.28 flops for a byte and a token; 40 GFLOP/s of this processor, 256 tokens and 500 MB/s have 0.31.
 
 `--smallest`: each model is asked with 2 MiB, asked with 3 % less than the refusal names, which must be refused, and trained at what it names;
-each in a process of its own; with as much host memory as there is, with two thirds of what its states take there and the disk besides, and on the
+each training in a process of its own; with as much host memory as there is, with two thirds of what its states take there and the disk besides, and on the
 emulated device of the processor.
 """
 
@@ -98,9 +98,7 @@ def main() -> int:
         for model in given.models:
             request = {key: getattr(given, key) for key in ("limits", "rate", "rounds", "techniques")}
             request |= {"model": model, "hardware": f"{directory}/hardware.json"}
-            # Of what a smallest limit counts nothing is to be left of a training before.
-            requests = [request | {"way": way} for way in WAYS] if given.smallest else [request]
-            for row in (row for asked in requests for row in _rows(asked)):
+            for row in _smallest_rows(request) if given.smallest else _rows(request):
                 rows.append(row)
                 print(_line(row), flush=True)
                 if given.out is not None:
@@ -108,6 +106,14 @@ def main() -> int:
                     given.out.write_text(json.dumps(text, indent=0) + "\n")
     print(smallest_report(rows) if given.smallest else report(rows))
     return 0
+
+
+def _smallest_rows(request: Mapping[str, Any]) -> Iterator[Row]:
+    """Yields a row for each way to limit. Of what a smallest limit counts nothing is to be left of a training before."""
+    for way in WAYS:
+        (asked,) = _rows({**request, "way": way})
+        (trained,) = _rows({**request, "way": way, "limit_bytes": asked["smallest_bytes"]})
+        yield asked | trained
 
 
 def _rows(request: Mapping[str, Any]) -> Iterator[Row]:
@@ -246,7 +252,7 @@ def _work(request: Mapping[str, Any]) -> Iterator[Row]:
     torch.set_num_threads(1)
     runs = _Runs(request, late)
     if "way" in request:
-        yield runs.smallest(request["way"])
+        yield runs.smallest(request["way"], request.get("limit_bytes"))
     else:
         yield from runs.compare()
 
@@ -334,8 +340,8 @@ class _Runs:
                 refused[name] = f"{known[name].cost.seconds:.3f} s are predicted: not trained"
         return plans, refused
 
-    def smallest(self, way: str) -> Row:
-        """Returns a row: the smallest limit that is named, 3 % less, and training at it."""
+    def smallest(self, way: str, limit: int | None) -> Row:
+        """Returns part of a row: the smallest limit that is named, and 3 % less; or training at a limit."""
         import torch
 
         here = _hardware(torch.device("cpu"), RATE) if way == EMULATED else self._hardware
@@ -346,17 +352,16 @@ class _Runs:
             EMULATED: {"emulate_device": True, "hardware": _with_disk(here)},
         }[way]
         self._batches = self._drawn(torch.device("cpu") if way == EMULATED else self._device)
+        if limit is not None:
+            row = self._train(None, limit, **asked)
+            found = {"peaks": row.get("peaks"), "peak_bytes": row.get("peak_bytes", math.inf)}
+            return {**found, "plan": row.get("plan", row.get("refused"))}
         smallest = self._asked({"limit": LEAST_LIMIT, **asked})
         try:
             less, below = self._asked({"limit": int(BELOW * smallest), **asked}), "refused"
         except RuntimeError as error:
             less, below = None, str(error)
-        row = self._train(None, smallest, **asked)
-        return {
-            "model": self._model, "way": way, "smallest_bytes": smallest, "below": below, "named_below": less,
-            "peaks": row.get("peaks"),
-            "peak_bytes": row.get("peak_bytes", math.inf), "plan": row.get("plan", row.get("refused")),
-        }  # fmt: skip
+        return {"model": self._model, "way": way, "smallest_bytes": smallest, "below": below, "named_below": less}
 
     def _asked(self, asked: Mapping[str, Any]) -> int:
         """Returns the smallest limit that a refusal names.

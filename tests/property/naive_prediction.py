@@ -322,7 +322,9 @@ class Simulation:
         started: list[tuple[str, Signal]] = []
         sources = [transfer for transfer in operation.transfers if transfer.direction == "read"]
         reads = [tier for one in sources for tier in (one.tier, one.crosses) if tier is not None]
-        fed = all_of(self.now, gate, *(signal for tier in reads for signal in self._last_of((tier, "read"))))
+        # Behind what the links were given before, and what the host has under way.
+        queues = [(tier, "read") for tier in reads] + (["host"] if operation.transfers else [])
+        fed = all_of(self.now, gate, *(signal for queue in queues for signal in self._last_of(queue)))
         for transfer in operation.transfers:
             before = started[-1][1] if operation.is_chain and started else gate
             moved = self._transfer(transfer, before, in_pieces=operation.update_place is not None)
@@ -358,7 +360,8 @@ class Simulation:
         first = self._queue(f"{name} first", Fraction(max(coming.values(), default=0)), gate)
         worked = self._queue("host", seconds, first)
         last = self._queue(f"{name} last", seconds / pieces, all_of(Fraction(0), *come))
-        return self._queue(f"{name} home", Fraction(max(going.values(), default=0)), all_of(Fraction(0), worked, last))
+        through = self._queue("host", Fraction(0), all_of(Fraction(0), worked, last))
+        return self._queue(f"{name} home", Fraction(max(going.values(), default=0)), through)
 
     def _foretold(self, token: Token) -> Signal:
         """Returns the end of what gives a token, as it is foretold now: what later transfers hold up

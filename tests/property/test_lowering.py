@@ -17,8 +17,9 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Update
-from memfit.core.step import Step, Transfer
+from memfit.core.step import Step, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
+from memfit.core.update_profile import UpdateProfile
 from memfit.planning.pricing import bytes_of_check
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
@@ -182,8 +183,47 @@ def test_a_gradient_that_is_added_to_a_sum_elsewhere_waits_for_it(tier: Tier, de
 def test_updates_are_one_pipeline_in_the_order_of_the_list(data: st.DataObject, drawn: Case) -> None:
     step = step_of(with_storages(data.draw, drawn))
     updates = [o for o in step if isinstance(o.action, Update)]
-    assert [o.behind for o in updates] == [None, *(o.gives for o in updates)][: len(updates)]
+    # What rests on the accelerator goes before the pieces of those that the host makes.
+    moving = [o for o in updates if o.transfers or o.update_place is UpdatePlace.HOST]
+    assert [o.behind for o in moving] == [None, *(o.gives for o in moving)][: len(moving)]
+    by_device = [o.gives for o in moving if o.update_place is not UpdatePlace.HOST]
+    for o in updates:
+        if o not in moving:
+            before = [g for g in by_device if g in [u.gives for u in updates[: updates.index(o)]]]
+            assert o.behind == (before[-1] if before else None)
     assert all(o.behind is None for o in step if not isinstance(o.action, Update))
+
+
+@pytest.mark.parametrize(
+    ("away", "stays"),
+    [
+        ({}, True),  # it was made before the host's next piece, which is still there
+        ({"h.1": Tier.HOST}, False),  # in turn: the one before it is done
+    ],
+)
+def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(away: dict[str, Tier], stays: bool) -> None:
+    profile = gpt_profile(layers=4, width=1024, vocabulary=2048)
+    updates = {
+        p.name: UpdateProfile(
+            piece_elements=1 << 19, scratch_bytes=1 << 21, host_scratch_bytes=1 << 21, state_bytes=2 * p.nbytes
+        )
+        for block in profile.blocks
+        for p in block.parameters
+    }
+    on_host = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.DISK, update_on=Tier.HOST)
+    plan = Plan(blocks={"h.2": on_host, **{name: BlockPlan(state_home=tier) for name, tier in away.items()}})
+    profile = replace(profile, updates=updates)
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="gpu")
+    names = [block.name for block in profile.blocks]
+    held: dict[str, int] = {}
+    nbytes = 0
+    for operation in step:
+        changes = [c for c in operation.changes if c.tier is Tier.HOST and c.owner == "updates"]
+        nbytes += sum(c.nbytes for c in changes)
+        held[str(operation.action)] = nbytes
+    assert held[f"update B{names.index('h.2')}"] > 0
+    assert (held[f"clear B{names.index('h.1')}"] > 0) is stays
+    assert nbytes == 0, "nothing is left behind the step"
 
 
 def test_what_an_update_reads_comes_behind_what_the_one_before_it_reads() -> None:

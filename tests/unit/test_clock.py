@@ -146,6 +146,63 @@ def test_an_update_on_the_host_begins_with_its_first_piece_and_ends_with_its_las
     assert seconds_of(hardware, update, waiting) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "wanted"),
+    [
+        (0, 1.0),  # it rests on the device
+        (100, 8.0 + 1.0),  # its piece comes through the thread that makes those of the host
+    ],
+)
+def test_an_update_by_the_device_waits_for_the_hosts_where_something_of_it_travels(nbytes: int, wanted: float) -> None:
+    spec = TierSpec(nbytes=1 << 40, link=LINK)
+    hardware = replace(
+        machine(device="a GPU"),
+        tiers={Tier.DEVICE: spec, Tier.HOST: spec},
+        host_update_elements_per_s=PIECE_ELEMENTS / 8.0,
+        rates={WorkKind.PIECES: Rate(1e12)},
+    )
+    by_host = Operation(
+        action=Start(microbatch=0),
+        host_work=((WorkKind.PIECES, 1.0), (WorkKind.UPDATED, float(PIECE_ELEMENTS))),
+        update_place=UpdatePlace.HOST,
+        gives=Token("update", "B1"),
+    )
+    by_device = computing(
+        1,
+        transfers=(Transfer(Tier.HOST, "read", "state", nbytes),) if nbytes else (),
+        is_chain=False,
+        update_place=UpdatePlace.BESIDE,
+        gives=Token("update", "B0"),
+    )
+    waiting = Operation(action=Start(microbatch=0), waits=(Token("update", "B0"),))
+    assert Clock(hardware).run(step_of(by_host, by_device, waiting))[-1].end_s == pytest.approx(wanted)
+
+
+def test_an_update_on_the_host_whose_pieces_come_late_holds_up_the_next() -> None:
+    """Pieces come for 8 s, and the last takes 1; then the other one's work of 4 s."""
+    spec = TierSpec(nbytes=1 << 40, link=LINK)
+    hardware = replace(
+        machine(device="a GPU"),
+        tiers={Tier.DEVICE: spec, Tier.HOST: spec},
+        host_update_elements_per_s=float(PIECE_ELEMENTS),
+        rates={WorkKind.PIECES: Rate(1e12)},
+    )
+    work: Work = ((WorkKind.PIECES, 4.0), (WorkKind.UPDATED, 4.0 * PIECE_ELEMENTS))
+    first, second = (
+        Operation(
+            action=Start(microbatch=0),
+            transfers=(Transfer(Tier.HOST, "write", "weight", nbytes),) if nbytes else (),
+            is_chain=False,
+            host_work=work,
+            update_place=UpdatePlace.HOST,
+            gives=Token("update", key),
+        )
+        for nbytes, key in ((400, "B1"), (0, "B0"))
+    )
+    waiting = Operation(action=Start(microbatch=0), waits=(Token("update", "B0"),))
+    assert Clock(hardware).run(step_of(first, second, waiting))[-1].end_s == pytest.approx(8 + 1 + 4)
+
+
 def test_an_interval_holds_the_prediction_and_grows_with_the_spread() -> None:
     hardware = machine(replace(LINK, spread=0.5), streamed=10)
     step = step_of(

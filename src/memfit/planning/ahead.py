@@ -44,6 +44,10 @@ BACKLOGS = (1, 2, 3, 4)
 """The same of compute actions beside which updates run."""
 
 
+GAIN = 1e-4
+"""Share of the seconds by which one mixture is faster than another at least: what is less is as fast."""
+
+
 class JudgesAhead:
     """Judges of one frame's mixtures, one for each way to go ahead.
 
@@ -84,8 +88,8 @@ class JudgesAhead:
 
     @property
     def best(self) -> tuple[Ahead, Judged]:
-        """The best mixture that fits, if any does, and how far it goes ahead; of equally fast ones
-        that with the fewest bytes.
+        """The best mixture that fits, if any does, and how far it goes ahead; of those that are as fast
+        (`GAIN`) that with the fewest bytes.
         """
         taken = [
             (ahead, judged)
@@ -93,7 +97,9 @@ class JudgesAhead:
             for judged in judge.judged.values()
             if self._is_taken(judged)
         ]
-        return min(taken, key=lambda one: (one[1].built.weighed_s, one[1].built.cost.peak_bytes, one[0]))
+        most_s = self.best_s * (1 + GAIN)
+        as_fast = [one for one in taken if one[1].built.weighed_s <= most_s]
+        return min(as_fast, key=lambda one: (one[1].built.cost.peak_bytes, one[1].built.weighed_s, one[0]))
 
     def _is_taken(self, judged: Judged) -> bool:
         return judged.built.fits and self._question.allows(judged.built.priced)

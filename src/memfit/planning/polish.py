@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from memfit.core.plan import BlockPlan, CallPlan
+from memfit.planning.ahead import GAIN
 from memfit.planning.mixed_units import Mixture
 from memfit.planning.place_prices import PlacePrices
 from memfit.planning.price_table import PriceTable
@@ -22,7 +23,6 @@ _ValueT = TypeVar("_ValueT")
 # Judging costs time in proportion to units: in all about as many units as this are judged.
 _UNITS_JUDGED = 400
 _MOST, _LEAST = 60, 4
-_GAIN = 1e-4
 # Pairs of changes are estimated all at once, for so many changes at most.
 _CHANGES_IN_PAIRS = 360
 
@@ -54,7 +54,7 @@ def polish(judge: Judge, start: Judged, prices: OptionPrices, table: PriceTable,
         places: prices of single units.
 
     Returns:
-        The fastest that was found.
+        The fastest that was found, but for what is as fast and has fewer bytes.
     """
     units = len(judge.units.calls)
     left = max(_LEAST, min(_MOST, _UNITS_JUDGED // max(1, units)))
@@ -78,7 +78,7 @@ def polish(judge: Judge, start: Judged, prices: OptionPrices, table: PriceTable,
 
 def _is_better(found: BuiltCandidate, known: BuiltCandidate) -> bool:
     """Faster, or as fast with fewer bytes: room in which something else may become faster."""
-    if known.weighed_s * (1 - _GAIN) <= found.weighed_s <= known.weighed_s:
+    if known.weighed_s * (1 - GAIN) <= found.weighed_s <= known.weighed_s:
         return found.cost.peak_bytes < known.cost.peak_bytes
     return found.weighed_s < known.weighed_s
 

@@ -9,9 +9,9 @@ as any other plan: by the timeline of the lowered schedule. Where the judge find
 slot than there is room, the slot's room is taken to be so much smaller, and the program is solved
 again. It is solved with the disk and without, so that there are several mixtures to begin from.
 Around each, units are moved from one option to another, one group or two at a time, as long as the
-judge says that it gains; the best is polished unit by unit (`planning.polish`), with other numbers
-of buffers and a longer backlog of updates (`planning.ahead`), and what is looked for at the next
-limit goes as far ahead as the best. The numbers of frames, rounds and judged plans are bounded, and
+judge says that it gains; the best is polished unit by unit (`planning.polish`), also to what is as
+fast in fewer bytes, with other numbers of buffers and a longer backlog of updates
+(`planning.ahead`), and what is looked for at the next limit goes as far ahead as the best. The numbers of frames, rounds and judged plans are bounded, and
 nothing depends on the clock: the same question has the same answer.
 
 [Note: a larger limit is never slower]
@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
-from memfit.planning.ahead import AHEAD, BACKLOGS, BUFFERS_AHEAD, Ahead, JudgesAhead
+from memfit.planning.ahead import AHEAD, BACKLOGS, BUFFERS_AHEAD, GAIN, Ahead, JudgesAhead
 from memfit.planning.chain import frame_bound_s
 from memfit.planning.limit_series import limits_a_solution, series_of_limits
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
@@ -73,7 +73,6 @@ _FEW_UNITS = 32
 _LEAST_MOVES = 3
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
-_GAIN = 1e-4
 # Shares that solving leaves beside a whole one.
 _WHOLE = 1e-9
 # Polishing that gains less is done less often.
@@ -431,7 +430,7 @@ class _FrameSearch:
             for other in self._promising(counts, known)[: most - tried]:
                 tried += 1
                 found = self._try(other)
-                is_better = found.built.weighed_s < known.built.weighed_s * (1 - _GAIN)
+                is_better = found.built.weighed_s < known.built.weighed_s * (1 - GAIN)
                 if is_better and found.built.fits and self._question.allows(found.built.priced):
                     counts, known, improved = other, found, True
                     break

@@ -15,8 +15,9 @@ main thread stops only where an operation waits; those seconds are stalls, by
 what was waited for.
 
 An update's elements are worked on by the device or by the host's cores, one update after the other,
-as soon as its gradient is there. The host begins when the first piece has come, and is not through
-before the last has gone. On the device an update of a thread beside the main one goes
+as soon as its gradient is there. The host begins when a first piece can have come, and is not
+through before the last has gone. One thread makes all updates: one by the device of which something
+comes or goes begins when the host is through with those before it. On the device an update of a thread beside the main one goes
 first: what the main thread computes meanwhile comes later by as much, and where it waits anyhow
 that costs nothing. Two that share a processor have done as much in the end. But an update whose
 pieces come over a link does nothing until that link is through with what it was given before, and
@@ -225,7 +226,9 @@ class Clock:
         if is_beside:
             # Its own pieces come behind all that their links were given before.
             reads = _read_in_pieces(operation)
-            fed = max([begin, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
+            # One thread makes those of the host as well.
+            before = self._host_free_s if transfers else 0.0
+            fed = max([begin, before, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
         # By direction: when what it moves to and from host memory is through.
         passed: dict[str, float] = {}
         ended: list[float] = []
@@ -368,10 +371,10 @@ class Clock:
             )
             come = max(come, ended) if comes else come
         began = max(begin + max(coming.values(), default=0.0), self._host_free_s)
-        self._host_free_s = began + seconds
+        self._host_free_s = max(began + seconds, come + seconds / pieces)
         self._work(HOST_LANE, seconds)
-        self._note(HOST_LANE, "work", "", began, self._host_free_s)
-        return max(self._host_free_s, come + seconds / pieces) + max(going.values(), default=0.0)
+        self._note(HOST_LANE, "work", "", began, began + seconds)
+        return self._host_free_s + max(going.values(), default=0.0)
 
     def _starve(self, tier: Tier, since_s: float, until_s: float) -> None:
         """Lets updates that read from a tier do nothing while a transfer goes before their

@@ -86,6 +86,7 @@ class Pace:
         # Seconds by work: segments share theirs among microbatches, and steps among plans.
         self._known_s: dict[Work, float] = {}
         self._host_known_s: dict[Work, float] = {}
+        self._known_pieces: dict[Work, float] = {}
         self._lanes: dict[tuple[Tier, str], Lane] = {}
         self.slows_compute = any(spec.link and spec.link.compute_share < 1 for spec in hardware.tiers.values()) or any(
             link.compute_share < 1 for link in hardware.network.values()
@@ -107,9 +108,12 @@ class Pace:
 
     def pieces(self, work: Work) -> float:
         """Pieces of an update on the host: small parameters go together, large ones are cut."""
-        amounts = dict(work)
-        together = amounts.get(WorkKind.UPDATED, 0.0) / PIECE_ELEMENTS
-        return max(1.0, min(amounts.get(WorkKind.PIECES, 0.0), together))
+        found = self._known_pieces.get(work)
+        if found is None:
+            amounts = dict(work)
+            together = amounts.get(WorkKind.UPDATED, 0.0) / PIECE_ELEMENTS
+            found = self._known_pieces[work] = max(1.0, min(amounts.get(WorkKind.PIECES, 0.0), together))
+        return found
 
     def lane(self, tier: Tier, direction: str) -> Lane:
         """One direction of a tier's link.

@@ -217,6 +217,7 @@ class _Lowering:
         self._leaving: list[int] = []
         self._spread_bytes = 0
         self._pipeline: Token | None = None  # its last update
+        self._device_pipeline: Token | None = None  # the last by the device that moves something
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
@@ -340,7 +341,7 @@ class _Lowering:
 
     def _update(self, action: Update) -> None:
         """Lowers an update: a pipeline of reads, work and writes, which ends with the slowest."""
-        draft, block = self._draft, action.block
+        draft, block, on_host = self._draft, action.block, self._updates_on_host[action.block]
         left, gone = self._take_leaving(), list(draft.changes)
         # A visit that no call waited for still arrives, and would overwrite what is updated.
         draft.waits = [*left, *(self._tokens.waits(_FETCH, block) if block in self._visiting else ())]
@@ -354,15 +355,18 @@ class _Lowering:
         )
         draft.after = [*self._tokens.waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
         # What the host's cores work on comes to host memory and goes no further.
-        way = Transfer if self._updates_on_host[block] else draft.way
+        way = Transfer if on_host else draft.way
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(way(tier, direction, category, nbytes))
-        draft.is_chain = False
-        draft.gives = self._tokens.of_block(_UPDATE, block)
-        draft.behind, self._pipeline = self._pipeline, draft.gives
+        draft.is_chain, draft.gives = False, self._tokens.of_block(_UPDATE, block)
+        # What rests on an accelerator goes before the next piece of those that the host makes.
+        moves = on_host or bool(draft.transfers) or is_processor(self._device)
+        draft.behind = self._pipeline if moves else self._device_pipeline
+        self._pipeline = draft.gives if moves else self._pipeline
+        self._device_pipeline = draft.gives if moves and not on_host else self._device_pipeline
         work = known("work", lambda: work_amounts.update_work(plan, profile, block))
-        if self._updates_on_host[block]:
+        if on_host:
             draft.host_work = work
             draft.update_place = UpdatePlace.HOST
         else:

@@ -84,6 +84,11 @@ class PieceRow:
     later_bytes: int
     lasting_bytes: int
 
+    @property
+    def moves(self) -> bool:
+        """Tells whether something of it comes or goes."""
+        return any(piece.coming or piece.leaving for piece in self.pieces)
+
     @classmethod
     def of(cls, pieces: Sequence[PieceBytes], *, lasts: bool) -> PieceRow | None:
         """Returns a row; None of no pieces. `lasts`: what leaves last stays for a while."""
@@ -316,13 +321,18 @@ class Line:
         self._join(self._pieces.place(block), self._pieces.of(block, is_here=is_here))
 
     def wait(self, block: int) -> None:
-        """Ends a block's update, and with it those that began before."""
+        """Ends a block's update, and with it those that began before, but for those that it went
+        before.
+        """
         for index, (waiting, _) in enumerate(self._waiting):
             if waiting == block:
-                ended = [self._pieces.of(b, is_here=is_here) for b, is_here in self._waiting[: index + 1]]
-                lasting = [row.lasting_bytes for row in ended if row is not None and row.lasting_bytes]
+                front = self._waiting[: index + 1]
+                on_host = [one for one in front if self._pieces.place(one[0]) is Tier.HOST]
+                by_device = [self._pieces.of(b, is_here=is_here) for b, is_here in front if (b, is_here) not in on_host]
+                lasting = [row.lasting_bytes for row in by_device if row is not None and row.lasting_bytes]
                 self._lasting_bytes = lasting[-1] if lasting else self._lasting_bytes
-                self._restart(self._waiting[index + 1 :])
+                went_first = front[-1] not in on_host and not any(row is not None and row.moves for row in by_device)
+                self._restart([*(on_host if went_first else ()), *self._waiting[index + 1 :]])
                 return
 
     def wait_for_all(self) -> None:
