@@ -280,9 +280,14 @@ def _zero3(model: Any, batch: torch.Tensor) -> tuple[Callable[[], float], str]:
     _join()
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=RATE, weight_decay=0.01, adamw_mode=True)
     host = {"device": "cpu", "pin_memory": False}
-    # The bucket as transformers' Trainer sizes it: the default of 500 million elements takes 2 GB at once.
-    bucket = model.config.hidden_size**2
-    zero = {"stage": 3, "offload_optimizer": host, "offload_param": host, "reduce_bucket_size": bucket}
+    # Sizes as transformers' Trainer sets them; a bucket of the default's 500 million elements takes 2 GB at once.
+    width = model.config.hidden_size
+    sizes = {
+        "reduce_bucket_size": width**2,
+        "stage3_prefetch_bucket_size": int(0.9 * width**2),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero = {"stage": 3, "offload_optimizer": host, "offload_param": host, **sizes}
     # Clipping is on by default, at 1.0; so small a rate hides from the check of losses what it does.
     config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0, "zero_optimization": zero}
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
