@@ -57,7 +57,7 @@ class Coming:
 
 
 class Travel(Enum):
-    """What of a block's update comes or goes: nothing, pieces of bounded size, or also whole
+    """Says how a block's update travels: not at all, in pieces of bounded size, or with whole
     parameters.
     """
 

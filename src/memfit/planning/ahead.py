@@ -45,7 +45,7 @@ BACKLOGS = (1, 2, 3, 4)
 
 
 GAIN = 1e-4
-"""Share of the seconds by which one mixture is faster than another at least: what is less is as fast."""
+"""Share of its seconds by which a mixture must be faster than another: with less it is as fast."""
 
 
 class JudgesAhead:
@@ -88,8 +88,8 @@ class JudgesAhead:
 
     @property
     def best(self) -> tuple[Ahead, Judged]:
-        """The best mixture that fits, if any does, and how far it goes ahead; of those that are as fast
-        (`GAIN`) that with the fewest bytes.
+        """The best mixture that fits, if any does, and how far it goes ahead; of those that are as
+        fast (`GAIN`) the one with the fewest bytes.
         """
         taken = [
             (ahead, judged)

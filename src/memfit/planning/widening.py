@@ -11,8 +11,9 @@ again. It is solved with the disk and without, so that there are several mixture
 Around each, units are moved from one option to another, one group or two at a time, as long as the
 judge says that it gains; the best is polished unit by unit (`planning.polish`), also to what is as
 fast in fewer bytes, with other numbers of buffers and a longer backlog of updates
-(`planning.ahead`), and what is looked for at the next limit goes as far ahead as the best. The numbers of frames, rounds and judged plans are bounded, and
-nothing depends on the clock: the same question has the same answer.
+(`planning.ahead`), and what is looked for at the next limit goes as far ahead as the best. The
+numbers of frames, rounds and judged plans are bounded, and nothing depends on the clock: the same
+question has the same answer.
 
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There

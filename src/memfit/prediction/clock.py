@@ -17,12 +17,12 @@ what was waited for.
 An update's elements are worked on by the device or by the host's cores, one update after the other,
 as soon as its gradient is there. The host begins when a first piece can have come, and is not
 through before the last has gone. One thread makes all updates: one by the device of which something
-comes or goes begins when the host is through with those before it. On the device an update of a thread beside the main one goes
-first: what the main thread computes meanwhile comes later by as much, and where it waits anyhow
-that costs nothing. Two that share a processor have done as much in the end. But an update whose
-pieces come over a link does nothing until that link is through with what it was given before, and
-while a transfer goes before its pieces: a fetch that the main thread waits for is not hidden by it.
-On an accelerator an update of whole parameters has its kernels, and their waits for what comes from
+comes or goes begins when the host is through with those before it. On the device an update of a
+thread beside the main one goes first: what the main thread computes meanwhile comes later by as
+much, and where it waits anyhow that costs nothing. Two that share a processor have done as much in
+the end. But an update whose pieces come over a link does nothing until that link is through with
+what it was given before, and while a transfer goes before its pieces: a fetch that the main thread
+waits for is not hidden by it. On an accelerator an update of whole parameters has its kernels, and their waits for what comes from
 host memory and goes there, in the order of the caller's (`homes.updates`): the main thread goes on
 when that has passed. A piece is computed when the one before it is home again, so that its work and
 writes to host memory add up. What the disk brings is waited for by the updates' own thread.
