@@ -152,7 +152,7 @@ class UpdateWorker:
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         # Of these jobs what may go before the pieces of those in front of it.
         self._first = deque[_SubmittedUpdate]()
-        # Those that were not done when the last one was submitted, and whether they may be overtaken.
+        # Those that were not done when the last was submitted, and whether they may be overtaken.
         self._under_way: list[tuple[weakref.ref[UpdateHandle], bool]] = []
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []

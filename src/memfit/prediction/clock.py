@@ -22,10 +22,11 @@ thread beside the main one goes first: what the main thread computes meanwhile c
 much, and where it waits anyhow that costs nothing. Two that share a processor have done as much in
 the end. But an update whose pieces come over a link does nothing until that link is through with
 what it was given before, and while a transfer goes before its pieces: a fetch that the main thread
-waits for is not hidden by it. On an accelerator an update of whole parameters has its kernels, and their waits for what comes from
-host memory and goes there, in the order of the caller's (`homes.updates`): the main thread goes on
-when that has passed. A piece is computed when the one before it is home again, so that its work and
-writes to host memory add up. What the disk brings is waited for by the updates' own thread.
+waits for is not hidden by it. On an accelerator an update of whole parameters has its kernels, and
+their waits for what comes from host memory and goes there, in the order of the caller's
+(`homes.updates`): the main thread goes on when that has passed. A piece is computed when the one
+before it is home again, so that its work and writes to host memory add up. What the disk brings is
+waited for by the updates' own thread.
 
 Where a link's contention was measured: a transfer takes the speed of both directions while the
 other one has work, and compute goes on at `Link.compute_share` of its speed while the link has

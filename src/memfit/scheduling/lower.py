@@ -216,8 +216,8 @@ class _Lowering:
         # Blocks whose gradient left before the compute action that runs next.
         self._leaving: list[int] = []
         self._spread_bytes = 0
-        self._pipeline: Token | None = None  # its last update
-        self._device_pipeline: Token | None = None  # the last by the device that moves something
+        # The last update, and the last by the device of which something comes or goes.
+        self._pipelines: tuple[Token | None, Token | None] = (None, None)
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
@@ -362,9 +362,9 @@ class _Lowering:
         draft.is_chain, draft.gives = False, self._tokens.of_block(_UPDATE, block)
         # What rests on an accelerator goes before the next piece of those that the host makes.
         moves = on_host or bool(draft.transfers) or is_processor(self._device)
-        draft.behind = self._pipeline if moves else self._device_pipeline
-        self._pipeline = draft.gives if moves else self._pipeline
-        self._device_pipeline = draft.gives if moves and not on_host else self._device_pipeline
+        draft.behind = self._pipelines[0 if moves else 1]
+        if moves:
+            self._pipelines = draft.gives, self._pipelines[1] if on_host else draft.gives
         work = known("work", lambda: work_amounts.update_work(plan, profile, block))
         if on_host:
             draft.host_work = work
