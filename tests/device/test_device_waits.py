@@ -558,6 +558,39 @@ def made(device: torch.device) -> tuple[Any, torch.optim.Optimizer, torch.Tensor
     return model, optimizer, rows, Plan(blocks={block.name: home for block in profile.blocks})
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_layers_that_the_host_updates_among_layers_that_rest_on_the_device_are_those_of_plain_pytorch(
+    device: torch.device, tmp_path: Path, optimizer: Any, microbatches: int
+) -> None:
+    def parts() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]).to(device)
+        return model, optimizer(model.parameters(), lr=1e-2)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).square().mean()
+
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 64, device=device) for _ in range(3)]
+    expected, own = parts()
+    for rows in batches:
+        own.zero_grad()
+        for part in rows.chunk(microbatches):
+            (loss(expected, part) / microbatches).backward()
+        own.step()
+    model, own = parts()
+    profile = memfit.profile(model, own, loss, batches[0], microbatches=(microbatches,))
+    host = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+    plan = Plan(microbatches=microbatches, blocks={block.name: host for block in profile.blocks[::2]})
+    assert 1 < len(plan.blocks) < len(profile.blocks)
+    with memfit.fit(model, own, loss, batches[0], plan=plan, directory=tmp_path / "homes") as job:
+        for rows in batches:
+            job.step(rows)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def plain(device: torch.device, steps: int) -> list[torch.Tensor]:
     """Weights and states of plain PyTorch."""
     model, optimizer, rows, _ = made(device)

@@ -71,14 +71,17 @@ def test_polishing_ends_with_what_fits_and_is_no_slower(costs: list[tuple[float,
     assert (seconds, nbytes) in by_order.values()
     assert seconds <= by_order[OPTIONS][0]
     # Nothing around it that fits is faster, or as fast in fewer bytes.
-    for order in [o for o, cost in by_order.items() if cost == (seconds, nbytes)][:1]:
-        swapped = [tuple(order[{i: j, j: i}.get(k, k)] for k in range(3)) for i in range(3) for j in range(i)]
-        if len([c for c in by_order.values() if c == (seconds, nbytes)]) == 1:
-            for other in swapped:
-                found_s, found_bytes = by_order[other]
-                if found_bytes <= 10:
-                    assert found_s >= seconds * (1 - GAIN)
-                    assert not (found_s <= seconds and found_bytes < nbytes)
+    ends = [order for order, cost in by_order.items() if cost == (seconds, nbytes)]
+    around = [
+        by_order[tuple(end[{i: j, j: i}.get(k, k)] for k in range(3))]
+        for end in ends
+        for i in range(3)
+        for j in range(i)
+    ]
+    # Of several orders that take as much it is not told which one it was.
+    for found_s, found_bytes in around if len(ends) == 1 else ():
+        assert found_bytes > 10 or found_s >= seconds * (1 - GAIN)
+        assert found_bytes > 10 or found_s > seconds or found_bytes >= nbytes
 
 
 def test_the_best_of_all_is_as_fast_as_any_and_has_the_fewest_bytes() -> None:

@@ -328,10 +328,11 @@ class Line:
             if waiting == block:
                 front = self._waiting[: index + 1]
                 on_host = [one for one in front if self._pieces.place(one[0]) is Tier.HOST]
-                by_device = [self._pieces.of(b, is_here=is_here) for b, is_here in front if (b, is_here) not in on_host]
-                lasting = [row.lasting_bytes for row in by_device if row is not None and row.lasting_bytes]
+                rows = [self._pieces.of(b, is_here=is_here) for b, is_here in front if (b, is_here) not in on_host]
+                by_device = [row for row in rows if row is not None]
+                lasting = [row.lasting_bytes for row in by_device if row.lasting_bytes]
                 self._lasting_bytes = lasting[-1] if lasting else self._lasting_bytes
-                went_first = front[-1] not in on_host and not any(row is not None and row.moves for row in by_device)
+                went_first = front[-1] not in on_host and not any(row.moves for row in by_device)
                 self._restart([*(on_host if went_first else ()), *self._waiting[index + 1 :]])
                 return
 
