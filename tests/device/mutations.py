@@ -894,7 +894,7 @@ OWN_STREAM = (
     Mutation(
         says="a piece comes before the caller's kernels though its home orders nothing",
         where=_UPDATES + "_SubmittedUpdate.__init__",
-        take="block.updates_on_host or not pieces.homes_order_reads(block)",
+        take="block.updates_on_host or not _order_reads(pieces.homes(block), block.update_device)",
         put="block.updates_on_host",
         tests=[
             UPDATED + "an_update_on_the_host_gives_the_bits_of_one_on_the_device[late-weights on the device-bf16 alone]"
@@ -926,31 +926,41 @@ OWN_STREAM = (
         is_slow=True,
     ),
     Mutation(
-        says="an update of what rests waits for all that the host makes before it",
-        where=_UPDATES + "UpdateWorker._goes_first",
-        take="devices.is_accelerator(block.device)",
+        says="an update by the device waits for all that the host makes before it",
+        where=_UPDATES + "UpdateWorker.submit",
+        take="not _uses_files(self._pieces.homes(block))",
         put="False",
         tests=[
-            WAITS + "an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts[late-kinds0-order0]"
+            WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds0-order0]"
         ],
         shows=r"\[0, 0, 0, 1, 1, 1\]",
     ),
     Mutation(
-        says="an update of what rests goes before pieces on the device",
-        where=_UPDATES + "UpdateWorker._goes_first",
-        take="all(may_be_overtaken for _, may_be_overtaken in self._under_way)",
+        says="an update that waits for files holds the host's up before its turn",
+        where=_UPDATES + "UpdateWorker.submit",
+        take="not _uses_files(self._pieces.homes(block))",
         put="True",
         tests=[
-            WAITS + "an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts[late-kinds2-order2]"
+            WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds4-order4]"
+        ],
+        shows=r"\[0, 1, 1, 1, 0, 0\]",
+    ),
+    Mutation(
+        says="an update goes before pieces on the device",
+        where=_UPDATES + "_SubmittedUpdate.may_begin",
+        take="front is None or front.is_done",
+        put="True",
+        tests=[
+            WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds6-order6]"
         ],
         shows=r"\[0, 1, 1, 1, 0, 0\]",
     ),
     Mutation(
         says="the worker begins a piece of what goes first, and then goes on with the next",
         where=_UPDATES + "_Pipeline._next",
-        take="while self._first:",
-        put="while self._first and (self._first[0] is not self._job or self._job._begun):",
-        tests=[WAITS + "what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order[late]"],
+        take="(first := self._passing()) is not None",
+        put="(self._job._begun or self._first and self._first[0] is not self._job) and (first := self._passing())",
+        tests=[WAITS + "what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order[late-rests]"],
         shows=r"\[0, 1, 2\]",
     ),
     Mutation(

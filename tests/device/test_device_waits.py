@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -402,12 +403,14 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
 
 
 class HeldPieces:
-    """Three pieces a block; the first of all is held until `go` is set."""
+    """Three pieces a block; the first of all is held until `go` is set. Kinds: made by the host; by the device, and
+    what it needs rests there, comes from host memory or from files."""
 
     def __init__(self, kinds: dict[int, str]) -> None:
         self._kinds = kinds
         self.began, self.go = threading.Event(), threading.Event()
         self.log: list[tuple[int, int]] = []
+        self.begun: list[tuple[int, int, int]] = []
 
     def due(self, block: Any) -> list[Any]:
         return [block]
@@ -418,8 +421,10 @@ class HeldPieces:
     def travel(self, block: Any) -> Travel:
         return Travel.NONE if self._kinds[block.index] == "rests" else Travel.PIECES
 
-    def homes_order_reads(self, block: Any) -> bool:
-        return True
+    def homes(self, block: Any) -> list[Any]:
+        return [
+            SimpleNamespace(tier=Tier.DISK if self._kinds[block.index] == "files" else Tier.HOST, orders_reads=True)
+        ]
 
     def lay_out(self, block: Any) -> None:
         pass
@@ -428,6 +433,7 @@ class HeldPieces:
         pass
 
     def begin_together(self, block: Any, group: tuple[int]) -> tuple[int]:
+        self.begun.append((block.index, group[0], len(self.log)))
         return group
 
     def apply_together(self, block: Any, coming: tuple[int]) -> list[Any]:
@@ -441,33 +447,37 @@ class HeldPieces:
         pass
 
 
+def block_on(device: torch.device, index: int, *, by_host: bool) -> Any:
+    return SimpleNamespace(index=index, device=device, update_device=device, updates_on_host=by_host)
+
+
 @pytest.mark.parametrize(
     ("kinds", "order"),
     [
         # Behind the piece under way: the main thread waits for it, and the host has long to work.
         (("host", "rests"), [0, 1, 1, 1, 0, 0]),
+        (("host", "memory"), [0, 1, 1, 1, 0, 0]),
         (("host", "host", "rests"), [0, 2, 2, 2, 0, 0, 1, 1, 1]),
+        (("host", "rests", "memory"), [0, 1, 1, 1, 2, 2, 2, 0, 0]),
+        # The worker itself waits for files: those in their turn.
+        (("host", "files"), [0, 0, 0, 1, 1, 1]),
         # Pieces on the device would be there beside its own memory.
-        (("travels", "rests"), [0, 0, 0, 1, 1, 1]),
-        (("host", "travels", "rests"), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
-        (("host", "rests", "rests"), [0, 1, 1, 1, 2, 2, 2, 0, 0]),
+        (("memory", "rests"), [0, 0, 0, 1, 1, 1]),
+        (("files", "rests"), [0, 0, 0, 1, 1, 1]),
+        (("host", "files", "memory"), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        (("files", "host", "memory"), [0, 0, 0, 2, 2, 2, 1, 1, 1]),
+        (("host", "files", "host", "memory", "rests"), [0, 0, 0, 1, 1, 1, 3, 3, 3, 4, 4, 4, 2, 2, 2]),
+        (("host", "memory", "files", "rests"), [0, 1, 1, 1, 0, 0, 2, 2, 2, 3, 3, 3]),
     ],
 )
-def test_an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the_hosts(
+def test_an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts(
     device: torch.device, kinds: tuple[str, ...], order: list[int]
 ) -> None:
     pieces = HeldPieces(dict(enumerate(kinds)))
     worker = UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
-    transfers = [
-        worker.submit(SimpleNamespace(index=i, device=device, updates_on_host=kind == "host"))  # pyright: ignore[reportArgumentType]
-        for i, kind in enumerate(kinds[:1])
-    ]
+    transfers = [worker.submit(block_on(device, i, by_host=kind == "host")) for i, kind in enumerate(kinds[:1])]
     assert pieces.began.wait(10)
-    transfers += [
-        worker.submit(SimpleNamespace(index=i, device=device, updates_on_host=kind == "host"))  # pyright: ignore[reportArgumentType]
-        for i, kind in enumerate(kinds)
-        if i
-    ]
+    transfers += [worker.submit(block_on(device, i, by_host=kind == "host")) for i, kind in enumerate(kinds) if i]
     pieces.go.set()
     for transfer in transfers:
         transfer.wait()
@@ -475,6 +485,23 @@ def test_an_update_of_what_rests_on_the_device_goes_before_the_next_piece_of_the
     assert [index for index, _ in pieces.log] == order
     for index in range(len(kinds)):
         assert [piece for i, piece in pieces.log if i == index] == [0, 1, 2]
+
+
+def test_pieces_of_what_goes_first_come_while_the_ones_before_them_are_made(device: torch.device) -> None:
+    pieces = HeldPieces({0: "host", 1: "memory", 2: "memory"})
+    worker = UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
+    blocks: list[Any] = [block_on(device, i, by_host=not i) for i in range(3)]
+    transfers = [worker.submit(blocks[0])]
+    assert pieces.began.wait(10)
+    transfers += [worker.submit(block) for block in blocks[1:]]
+    pieces.go.set()
+    for transfer in transfers:
+        transfer.wait()
+    worker.close()
+    made_before = {(block, piece): made for block, piece, made in pieces.begun}
+    # The host's second piece came before its first one was made; then one ahead, also from block to block.
+    assert [made_before[0, 1], made_before[1, 0]] == [0, 1]
+    assert [made_before[place] for place in ((1, 1), (1, 2), (2, 0), (2, 1), (2, 2))] == [1, 2, 3, 4, 5]
 
 
 class Jobs:
@@ -492,11 +519,14 @@ class Jobs:
         return self._queue.get_nowait()
 
 
-def test_what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order(device: torch.device) -> None:
-    pieces = HeldPieces({0: "host", 1: "rests"})
+@pytest.mark.parametrize("kind", ["rests", "memory"])
+def test_what_goes_first_and_is_asked_for_while_the_worker_looks_has_its_pieces_in_order(
+    device: torch.device, kind: str
+) -> None:
+    pieces = HeldPieces({0: "host", 1: kind})
     worker, jobs = UpdateWorker(pieces), Jobs()  # pyright: ignore[reportArgumentType]
     worker._jobs = jobs  # type: ignore[assignment]
-    blocks: list[Any] = [SimpleNamespace(index=i, device=device, updates_on_host=not i) for i in range(2)]
+    blocks: list[Any] = [block_on(device, i, by_host=not i) for i in range(2)]
     pieces.go.set()
     first = worker.submit(blocks[0])
     assert jobs.asked.wait(10)
@@ -518,7 +548,7 @@ def test_what_fails_of_an_update_that_goes_first_is_raised_where_it_is_waited_fo
 
     pieces = Fails({0: "host", 1: "rests"})
     worker = UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
-    blocks: list[Any] = [SimpleNamespace(index=i, device=device, updates_on_host=not i) for i in range(2)]
+    blocks: list[Any] = [block_on(device, i, by_host=not i) for i in range(2)]
     first = worker.submit(blocks[0])
     assert pieces.began.wait(10)
     second = worker.submit(blocks[1])
@@ -558,10 +588,29 @@ def made(device: torch.device) -> tuple[Any, torch.optim.Optimizer, torch.Tensor
     return model, optimizer, rows, Plan(blocks={block.name: home for block in profile.blocks})
 
 
+HOMES = {
+    "host": BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST),
+    "rests": BlockPlan(),
+    "memory": BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.HOST),
+    "states": BlockPlan(state_home=Tier.HOST),
+    "files": BlockPlan(weight_home=Tier.HOST, state_home=Tier.DISK),
+}
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_layers_that_the_host_updates_among_layers_that_rest_on_the_device_are_those_of_plain_pytorch(
-    device: torch.device, tmp_path: Path, optimizer: Any, microbatches: int
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("host", "rests"),
+        ("host", "memory", "states", "host"),
+        ("files", "host", "memory", "rests"),
+        ("states", "files", "host"),
+    ],
+    ids=" ".join,
+)
+def test_layers_that_both_processors_update_are_those_of_plain_pytorch(
+    device: torch.device, tmp_path: Path, optimizer: Any, microbatches: int, kinds: tuple[str, ...]
 ) -> None:
     def parts() -> tuple[Any, Any]:
         torch.manual_seed(0)
@@ -581,9 +630,9 @@ def test_layers_that_the_host_updates_among_layers_that_rest_on_the_device_are_t
         own.step()
     model, own = parts()
     profile = memfit.profile(model, own, loss, batches[0], microbatches=(microbatches,))
-    host = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
-    plan = Plan(microbatches=microbatches, blocks={block.name: host for block in profile.blocks[::2]})
-    assert 1 < len(plan.blocks) < len(profile.blocks)
+    of_blocks = {block.name: HOMES[kind] for block, kind in zip(profile.blocks, cycle(kinds), strict=False)}
+    assert set(of_blocks.values()) == {HOMES[kind] for kind in kinds}
+    plan = Plan(microbatches=microbatches, blocks=of_blocks)
     with memfit.fit(model, own, loss, batches[0], plan=plan, directory=tmp_path / "homes") as job:
         for rows in batches:
             job.step(rows)

@@ -322,8 +322,9 @@ class Simulation:
         started: list[tuple[str, Signal]] = []
         sources = [transfer for transfer in operation.transfers if transfer.direction == "read"]
         reads = [tier for one in sources for tier in (one.tier, one.crosses) if tier is not None]
-        # Behind what the links were given before, and what the host has under way.
-        queues = [(tier, "read") for tier in reads] + (["host"] if operation.transfers else [])
+        # Behind what the links were given before, and with files what the host has under way.
+        has_files = any(transfer.tier is Tier.DISK for transfer in operation.transfers)
+        queues = [(tier, "read") for tier in reads] + (["host"] if has_files else [])
         fed = all_of(self.now, gate, *(signal for queue in queues for signal in self._last_of(queue)))
         for transfer in operation.transfers:
             before = started[-1][1] if operation.is_chain and started else gate

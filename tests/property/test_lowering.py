@@ -182,15 +182,19 @@ def test_a_gradient_that_is_added_to_a_sum_elsewhere_waits_for_it(tier: Tier, de
 @given(data=st.data(), drawn=cases())
 def test_updates_are_one_pipeline_in_the_order_of_the_list(data: st.DataObject, drawn: Case) -> None:
     step = step_of(with_storages(data.draw, drawn))
-    updates = [o for o in step if isinstance(o.action, Update)]
-    # What rests on the accelerator goes before the pieces of those that the host makes.
-    moving = [o for o in updates if o.transfers or o.update_place is UpdatePlace.HOST]
-    assert [o.behind for o in moving] == [None, *(o.gives for o in moving)][: len(moving)]
-    by_device = [o.gives for o in moving if o.update_place is not UpdatePlace.HOST]
-    for o in updates:
-        if o not in moving:
-            before = [g for g in by_device if g in [u.gives for u in updates[: updates.index(o)]]]
-            assert o.behind == (before[-1] if before else None)
+    found = [(o, o.action.block) for o in step if isinstance(o.action, Update)]
+    updates = [o for o, _ in found]
+    homes = [drawn.plan.block(drawn.profile.blocks[block].name) for _, block in found]
+    on_host = [o.update_place is UpdatePlace.HOST for o in updates]
+    # Those of an accelerator go before the pieces of those that the host makes, but where files are read or written.
+    in_turn = [
+        host or Tier.DISK in (home.weight_home, home.gradient_home, home.state_home)
+        for host, home in zip(on_host, homes, strict=True)
+    ]
+    for i, o in enumerate(updates):
+        is_like = in_turn if in_turn[i] else [not host for host in on_host]
+        before = [one.gives for one, is_one in zip(updates[:i], is_like, strict=False) if is_one]
+        assert o.behind == (before[-1] if before else None)
     assert all(o.behind is None for o in step if not isinstance(o.action, Update))
 
 
@@ -198,7 +202,8 @@ def test_updates_are_one_pipeline_in_the_order_of_the_list(data: st.DataObject, 
     ("away", "stays"),
     [
         ({}, True),  # it was made before the host's next piece, which is still there
-        ({"h.1": Tier.HOST}, False),  # in turn: the one before it is done
+        ({"h.1": Tier.HOST}, True),
+        ({"h.1": Tier.DISK}, False),  # in turn: the one before it is done
     ],
 )
 def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(away: dict[str, Tier], stays: bool) -> None:

@@ -147,17 +147,20 @@ def test_an_update_on_the_host_begins_with_its_first_piece_and_ends_with_its_las
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "wanted"),
+    ("tier", "wanted"),
     [
-        (0, 1.0),  # it rests on the device
-        (100, 8.0 + 1.0),  # its piece comes through the thread that makes those of the host
+        (None, 1.0),  # it rests on the device
+        (Tier.HOST, 1.0),  # the thread that makes those of the host only enqueues it
+        (Tier.DISK, 8.0 + 1.0),  # that thread waits for its piece
     ],
 )
-def test_an_update_by_the_device_waits_for_the_hosts_where_something_of_it_travels(nbytes: int, wanted: float) -> None:
+def test_an_update_by_the_device_waits_for_the_hosts_where_files_are_read_for_it(
+    tier: Tier | None, wanted: float
+) -> None:
     spec = TierSpec(nbytes=1 << 40, link=LINK)
     hardware = replace(
         machine(device="a GPU"),
-        tiers={Tier.DEVICE: spec, Tier.HOST: spec},
+        tiers={Tier.DEVICE: spec, Tier.HOST: spec, Tier.DISK: spec},
         host_update_elements_per_s=PIECE_ELEMENTS / 8.0,
         rates={WorkKind.PIECES: Rate(1e12)},
     )
@@ -169,7 +172,7 @@ def test_an_update_by_the_device_waits_for_the_hosts_where_something_of_it_trave
     )
     by_device = computing(
         1,
-        transfers=(Transfer(Tier.HOST, "read", "state", nbytes),) if nbytes else (),
+        transfers=() if tier is None else (Transfer(tier, "read", "state", 100),),
         is_chain=False,
         update_place=UpdatePlace.BESIDE,
         gives=Token("update", "B0"),

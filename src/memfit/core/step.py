@@ -115,7 +115,7 @@ class Operation(NamedTuple):
         after: tokens that must be done before its transfers begin. As predicted the main thread
             does not wait for them; a run, which begins the transfers itself, does (`engine.run`,
             [Note: who waits]), but for a journal's keeps.
-        behind: the update before it in the pipeline of updates, if it is an update: what it reads
+        behind: the update before it in its pipeline of updates, if it is an update: what it reads
             begins to come when all that the other one reads has come.
         gives: tokens that are done when its transfers and its work on either processor are.
         work: amounts by kind, computed by the device one after the other.

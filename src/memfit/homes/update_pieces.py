@@ -202,12 +202,10 @@ class PieceUpdates:
             return Travel.NONE
         return Travel.PIECES if all(self._is_elementwise(slot) for slot in due) else Travel.WHOLE
 
-    def homes_order_reads(self, block: BlockWeights) -> bool:
-        """Tells whether all that pieces of a block are read from orders reads behind writes. What
-        rests where it is updated is not read.
-        """
+    def homes(self, block: BlockWeights) -> list[ByteHome]:
+        """Returns all homes that pieces of a block come from or go to."""
         homes = block.home, block.master_home, self._states[block.index].home, self._gradients.homes.get(block.index)
-        return all(h is None or h.orders_reads or h.memory_at(block.update_device) is not None for h in homes)
+        return [home for home in homes if home is not None]
 
     def lay_out(self, block: BlockWeights) -> None:
         """Brings gradients on the device into the memory order of their parameters, in the caller's

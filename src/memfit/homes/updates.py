@@ -12,10 +12,14 @@ works on blocks below. Elementwise updates give the same bits on any number of t
 worker computes on one and leaves the others to backward; updates that need whole parameters (they
 contain reductions) run with the main thread's count, because the order of a reduction follows it.
 Where nothing is waited for, a worker beside backward only takes one of its cores, and the other
-cores wait for the slower one: then each update runs at once, on all of them. An update by an
-accelerator of which nothing comes or goes is soon made, and the main thread waits for it before it
-asks for more work: it goes before the next piece of those that the host's cores make, which take
-long. Before pieces on the device it does not: their memory would be there beside its own.
+cores wait for the slower one: then each update runs at once, on all of them.
+
+[Note: what goes first]
+The host's cores take long over an update. One by an accelerator takes the worker no longer than it
+takes to enqueue it, if nothing of it comes from files or goes there, and its memory, which blocks
+in front of it may need, is free the sooner: it goes before the next piece of those that the host
+makes. Those that an accelerator makes stay in order among themselves, since the memory of their
+pieces is counted so: such an update waits until those before it that files are read for have ended.
 
 [Note: updates on the host]
 Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four
@@ -56,7 +60,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from memfit import devices
-from memfit.homes.home import DONE, TransferGroup, TransferHandle
+from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle
 from memfit.homes.memory import StreamCopy
 from memfit.homes.update_pieces import Coming, PieceUpdates, Travel
 from memfit.homes.weights import BlockWeights
@@ -150,10 +154,10 @@ class UpdateWorker:
         self._streams: dict[bool, torch.Stream] = {}
         self._last_writes = _LastWrites()
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
-        # Of these jobs what may go before the pieces of those in front of it.
+        # Of these jobs those that the host's pieces let pass. See [Note: what goes first].
         self._first = deque[_SubmittedUpdate]()
-        # Those that were not done when the last was submitted, and whether they may be overtaken.
-        self._under_way: list[tuple[weakref.ref[UpdateHandle], bool]] = []
+        # The last that an accelerator makes and that does not go first.
+        self._in_turn: weakref.ref[UpdateHandle] | None = None
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
 
@@ -206,24 +210,14 @@ class UpdateWorker:
             # A worker that is dropped without `close` ends its thread as well: the thread refers to
             # queues only.
             weakref.finalize(self, self._jobs.put, None)
-        self._under_way = [one for one in self._under_way if (handle := one[0]()) is not None and not handle.is_done]
-        goes_first = after is DONE and self._goes_first(block)
-        self._under_way.append((weakref.ref(job.handle), goes_first or block.updates_on_host))
-        if goes_first:
-            self._first.append(job)  # before it is put: see `_Pipeline`
+        if devices.is_accelerator(block.device) and not block.updates_on_host:
+            if after is DONE and not _uses_files(self._pieces.homes(block)):
+                job.front = self._in_turn
+                self._first.append(job)  # before it is put: see `_Pipeline`
+            else:
+                self._in_turn = weakref.ref(job.handle)
         self._jobs.put(job)
         return job.handle
-
-    def _goes_first(self, block: BlockWeights) -> bool:
-        """Tells whether a block's update may go before those under way. See [Note: threads of an
-        update].
-        """
-        return (
-            devices.is_accelerator(block.device)
-            and not block.updates_on_host
-            and all(may_be_overtaken for _, may_be_overtaken in self._under_way)
-            and self._pieces.travel(block) is Travel.NONE
-        )
 
     def _stream_of(self, block: BlockWeights, *, may_overtake: bool) -> torch.Stream | None:
         """Returns the stream for the update of a block; None: the caller's.
@@ -261,6 +255,15 @@ class UpdateWorker:
             self._thread = None
         self.catch_up()
         self._pieces.forget_standing()
+
+
+def _uses_files(homes: Sequence[ByteHome]) -> bool:
+    return any(home.tier.traits.is_files for home in homes)
+
+
+def _order_reads(homes: Sequence[ByteHome], device: torch.device) -> bool:
+    # What rests where it is updated is not read.
+    return all(home.orders_reads or home.memory_at(device) is not None for home in homes)
 
 
 class _LastWrites:
@@ -303,6 +306,8 @@ class _SubmittedUpdate:
         own_stream: torch.Stream | None = None,
     ) -> None:
         self.handle = UpdateHandle()
+        # Of one that goes first: what it may not go before.
+        self.front: weakref.ref[UpdateHandle] | None = None
         self._last_writes = last_writes
         self._pieces = pieces
         self._block = block
@@ -320,7 +325,7 @@ class _SubmittedUpdate:
         if own_stream is not None:
             assert self._stream is not None
             self._caller = self._stream
-            self._reads_in_order = block.updates_on_host or not pieces.homes_order_reads(block)
+            self._reads_in_order = block.updates_on_host or not _order_reads(pieces.homes(block), block.update_device)
             self._behind, self._stream = self._stream.record_event(), own_stream
         self._left = deque(pieces.groups(block))
         self._begun = 0
@@ -330,6 +335,12 @@ class _SubmittedUpdate:
     def is_left(self) -> bool:
         """True if the reading of a piece has not begun."""
         return bool(self._left)
+
+    @property
+    def may_begin(self) -> bool:
+        """True if all is done that it may not go before."""
+        front = None if self.front is None else self.front()
+        return front is None or front.is_done
 
     @property
     def _is_beside_the_caller(self) -> bool:
@@ -442,28 +453,24 @@ class _Pipeline:
             coming = coming or self._next()  # one that was asked for while this was computed
 
     def _next(self) -> tuple[_SubmittedUpdate, tuple[Coming, ...]] | None:
-        """Begins to read the next piece; None if there is none."""
+        """Begins to read the next piece; None if there is none, or its update may not begin."""
         while True:
             while self._job is None or not self._job.is_left:
                 self._job = self._more()
                 if self._job is None:
                     return None
             # Behind `more`: what it gives is among these by now, and nothing of it has begun.
-            while self._first:
-                self._make(self._first.popleft())
+            while (first := self._passing()) is not None:
+                _Pipeline(self._passing, deque()).run(first)
+            if not self._job.may_begin:
+                return None
             coming = self._job.begin() if self._job.is_left else None
             if coming is not None:
                 return self._job, coming
 
-    @staticmethod
-    def _make(job: _SubmittedUpdate) -> None:
-        """Makes an update of which nothing comes or goes."""
-        while job.is_left:
-            here = job.begin()
-            if here is not None:
-                job.apply(here)
-            del here
-            job.end_if_done()
+    def _passing(self) -> _SubmittedUpdate | None:
+        """Returns an update that goes before the next piece, if there is one."""
+        return self._first.popleft() if self._first and self._first[0].may_begin else None
 
 
 def _start_worker(jobs: queue.SimpleQueue[_SubmittedUpdate | None], first: deque[_SubmittedUpdate]) -> threading.Thread:

@@ -16,17 +16,17 @@ what was waited for.
 
 An update's elements are worked on by the device or by the host's cores, one update after the other,
 as soon as its gradient is there. The host begins when a first piece can have come, and is not
-through before the last has gone. One thread makes all updates: one by the device of which something
-comes or goes begins when the host is through with those before it. On the device an update of a
-thread beside the main one goes first: what the main thread computes meanwhile comes later by as
-much, and where it waits anyhow that costs nothing. Two that share a processor have done as much in
-the end. But an update whose pieces come over a link does nothing until that link is through with
-what it was given before, and while a transfer goes before its pieces: a fetch that the main thread
-waits for is not hidden by it. On an accelerator an update of whole parameters has its kernels, and
-their waits for what comes from host memory and goes there, in the order of the caller's
-(`homes.updates`): the main thread goes on when that has passed. A piece is computed when the one
-before it is home again, so that its work and writes to host memory add up. What the disk brings is
-waited for by the updates' own thread.
+through before the last has gone. One thread makes all updates: one by the device that files are
+read or written for begins when the host is through with those before it; others go before the
+host's. On the device an update of a thread beside the main one goes first: what the main thread
+computes meanwhile comes later by as much, and where it waits anyhow that costs nothing. Two that
+share a processor have done as much in the end. But an update whose pieces come over a link does
+nothing until that link is through with what it was given before, and while a transfer goes before
+its pieces: a fetch that the main thread waits for is not hidden by it. On an accelerator an update
+of whole parameters has its kernels, and their waits for what comes from host memory and goes there,
+in the order of the caller's (`homes.updates`): the main thread goes on when that has passed. A
+piece is computed when the one before it is home again, so that its work and writes to host memory
+add up. What the disk brings is waited for by the updates' own thread.
 
 Where a link's contention was measured: a transfer takes the speed of both directions while the
 other one has work, and compute goes on at `Link.compute_share` of its speed while the link has
@@ -100,6 +100,10 @@ class _Updating(NamedTuple):
 def _read_in_pieces(operation: Operation) -> frozenset[Tier]:
     reads = [transfer for transfer in operation.transfers if transfer.direction == "read"]
     return frozenset(t for one in reads for t in (one.tier, one.crosses) if t is not None)
+
+
+def _uses_files(transfers: Iterable[Transfer]) -> bool:
+    return any(transfer.tier.traits.is_files for transfer in transfers)
 
 
 class Clock:
@@ -227,8 +231,7 @@ class Clock:
         if is_beside:
             # Its own pieces come behind all that their links were given before.
             reads = _read_in_pieces(operation)
-            # One thread makes those of the host as well.
-            before = self._host_free_s if transfers else 0.0
+            before = self._host_free_s if _uses_files(transfers) else 0.0
             fed = max([begin, before, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
         # By direction: when what it moves to and from host memory is through.
         passed: dict[str, float] = {}

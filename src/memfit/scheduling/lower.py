@@ -216,7 +216,7 @@ class _Lowering:
         # Blocks whose gradient left before the compute action that runs next.
         self._leaving: list[int] = []
         self._spread_bytes = 0
-        # The last update, and the last by the device of which something comes or goes.
+        # The last update in its turn, and the last that an accelerator makes.
         self._pipelines: tuple[Token | None, Token | None] = (None, None)
 
     def step(self, commits: float) -> Step:
@@ -360,11 +360,9 @@ class _Lowering:
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain, draft.gives = False, self._tokens.of_block(_UPDATE, block)
-        # What rests on an accelerator goes before the next piece of those that the host makes.
-        moves = on_host or bool(draft.transfers) or is_processor(self._device)
-        draft.behind = self._pipelines[0 if moves else 1]
-        if moves:
-            self._pipelines = draft.gives, self._pipelines[1] if on_host else draft.gives
+        (in_turn, by_device), takes_turns = self._pipelines, self._line.pieces.takes_turns(block)
+        draft.behind = in_turn if takes_turns else by_device
+        self._pipelines = draft.gives if takes_turns else in_turn, by_device if on_host else draft.gives
         work = known("work", lambda: work_amounts.update_work(plan, profile, block))
         if on_host:
             draft.host_work = work

@@ -84,11 +84,6 @@ class PieceRow:
     later_bytes: int
     lasting_bytes: int
 
-    @property
-    def moves(self) -> bool:
-        """Tells whether something of it comes or goes."""
-        return any(piece.coming or piece.leaving for piece in self.pieces)
-
     @classmethod
     def of(cls, pieces: Sequence[PieceBytes], *, lasts: bool) -> PieceRow | None:
         """Returns a row; None of no pieces. `lasts`: what leaves last stays for a while."""
@@ -132,6 +127,15 @@ class UpdatePieces:
         """The tier whose processor works on a block's pieces."""
         homes = self._plan.block(self._profile.blocks[block].name)
         return Tier.HOST if homes.updates_on_host(self._device) else Tier.DEVICE
+
+    def takes_turns(self, block: int) -> bool:
+        """Tells whether a block's update waits for those that were asked for before. One by an
+        accelerator does not wait for those that the host makes, unless files are read or written
+        for it (`homes.updates`, [Note: what goes first]).
+        """
+        homes = self._plan.block(self._profile.blocks[block].name)
+        tiers = homes.weight_home, homes.gradient_home, homes.state_home
+        return not self._is_by_accelerator(block) or any(tier.traits.is_files for tier in tiers)
 
     def of(self, block: int, *, is_here: bool) -> PieceRow | None:
         """Returns the pieces of a block; None if it has none.
@@ -307,7 +311,7 @@ class Line:
     """
 
     def __init__(self, pieces: UpdatePieces) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self._waiting: list[tuple[int, bool]] = []
         # By place: the last piece that was submitted, and what leaves of the one before it.
         self._last: dict[Tier, tuple[PieceBytes, int]] = {}
@@ -318,7 +322,7 @@ class Line:
     def submit(self, block: int, *, is_here: bool) -> None:
         """Begins a block's update."""
         self._waiting.append((block, is_here))
-        self._join(self._pieces.place(block), self._pieces.of(block, is_here=is_here))
+        self._join(self.pieces.place(block), self.pieces.of(block, is_here=is_here))
 
     def wait(self, block: int) -> None:
         """Ends a block's update, and with it those that began before, but for those that it went
@@ -327,14 +331,20 @@ class Line:
         for index, (waiting, _) in enumerate(self._waiting):
             if waiting == block:
                 front = self._waiting[: index + 1]
-                on_host = [one for one in front if self._pieces.place(one[0]) is Tier.HOST]
-                rows = [self._pieces.of(b, is_here=is_here) for b, is_here in front if (b, is_here) not in on_host]
-                by_device = [row for row in rows if row is not None]
-                lasting = [row.lasting_bytes for row in by_device if row.lasting_bytes]
+                rows = [self.pieces.of(b, is_here=here) for b, here in front if self.pieces.place(b) is Tier.DEVICE]
+                lasting = [row.lasting_bytes for row in rows if row is not None and row.lasting_bytes]
                 self._lasting_bytes = lasting[-1] if lasting else self._lasting_bytes
-                went_first = front[-1] not in on_host and not any(row.moves for row in by_device)
-                self._restart([*(on_host if went_first else ()), *self._waiting[index + 1 :]])
+                left = [] if self.pieces.takes_turns(block) else self._passed(front)
+                self._restart([*left, *self._waiting[index + 1 :]])
                 return
+
+    def _passed(self, front: Sequence[tuple[int, bool]]) -> list[tuple[int, bool]]:
+        """Returns those of the host that the last of these went before."""
+        passed: list[tuple[int, bool]] = []
+        for one in front:
+            if self.pieces.takes_turns(one[0]):
+                passed = [*passed, one] if self.pieces.place(one[0]) is Tier.HOST else []
+        return passed
 
     def wait_for_all(self) -> None:
         """Ends all updates, and what lasts of them."""
