@@ -894,7 +894,7 @@ OWN_STREAM = (
     Mutation(
         says="a piece comes before the caller's kernels though its home orders nothing",
         where=_UPDATES + "_SubmittedUpdate.__init__",
-        take="block.updates_on_host or not _order_reads(pieces.homes(block), block.update_device)",
+        take="block.updates_on_host or not order_reads(pieces.homes(block), block.update_device)",
         put="block.updates_on_host",
         tests=[
             UPDATED + "an_update_on_the_host_gives_the_bits_of_one_on_the_device[late-weights on the device-bf16 alone]"
@@ -928,7 +928,7 @@ OWN_STREAM = (
     Mutation(
         says="an update by the device waits for all that the host makes before it",
         where=_UPDATES + "UpdateWorker.submit",
-        take="not _uses_files(self._pieces.homes(block))",
+        take="not use_files(self._pieces.homes(block))",
         put="False",
         tests=[
             WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds0-order0]"
@@ -938,7 +938,7 @@ OWN_STREAM = (
     Mutation(
         says="an update that waits for files holds the host's up before its turn",
         where=_UPDATES + "UpdateWorker.submit",
-        take="not _uses_files(self._pieces.homes(block))",
+        take="not use_files(self._pieces.homes(block))",
         put="True",
         tests=[
             WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds4-order4]"
@@ -948,7 +948,7 @@ OWN_STREAM = (
     Mutation(
         says="an update goes before pieces on the device",
         where=_UPDATES + "_SubmittedUpdate.may_begin",
-        take="front is None or front.is_done",
+        take="all(map(_is_over, self.front))",
         put="True",
         tests=[
             WAITS + "an_update_by_the_device_without_files_goes_before_the_next_piece_of_the_hosts[late-kinds6-order6]"

@@ -290,8 +290,8 @@ class Simulation:
                 read = self._transfer(transfer, gate)
                 yield from self._stall("accumulate", read)
                 gate = all_of(self.now, read)
-            if operation.behind is not None and operation.behind in self._come:
-                gate = all_of(self.now, gate, self._come[operation.behind])
+            if operation.behind:
+                gate = all_of(self.now, gate, *(self._come[t] for t in operation.behind if t in self._come))
             under_way = self._start(operation, gate)
             if operation.work and operation.update_place is UpdatePlace.IN_ORDER:
                 # Its kernels, behind their transfers, are in one order with what is computed next.

@@ -179,34 +179,43 @@ def test_a_gradient_that_is_added_to_a_sum_elsewhere_waits_for_it(tier: Tier, de
     assert timeline.bytes_read["gradient"] >= sums
 
 
+def has_files(drawn: Case, block: int) -> bool:
+    profile = drawn.profile.blocks[block]
+    homes = drawn.plan.block(profile.name)
+    has_masters = any(p.master_nbytes for p in profile.parameters) and not drawn.plan.drops_masters
+    rest = [homes.state_home] if drawn.profile.state_bytes.get(profile.name) or has_masters else []
+    return Tier.DISK in (homes.weight_home, homes.gradient_home, *rest)
+
+
 @given(data=st.data(), drawn=cases())
 def test_updates_are_one_pipeline_in_the_order_of_the_list(data: st.DataObject, drawn: Case) -> None:
     step = step_of(with_storages(data.draw, drawn))
     found = [(o, o.action.block) for o in step if isinstance(o.action, Update)]
     updates = [o for o, _ in found]
-    homes = [drawn.plan.block(drawn.profile.blocks[block].name) for _, block in found]
     on_host = [o.update_place is UpdatePlace.HOST for o in updates]
     # Those of an accelerator go before the pieces of those that the host makes, but where files are read or written.
-    in_turn = [
-        host or Tier.DISK in (home.weight_home, home.gradient_home, home.state_home)
-        for host, home in zip(on_host, homes, strict=True)
-    ]
+    in_turn = [host or has_files(drawn, block) for host, (_, block) in zip(on_host, found, strict=True)]
     for i, o in enumerate(updates):
-        is_like = in_turn if in_turn[i] else [not host for host in on_host]
-        before = [one.gives for one, is_one in zip(updates[:i], is_like, strict=False) if is_one]
-        assert o.behind == (before[-1] if before else None)
-    assert all(o.behind is None for o in step if not isinstance(o.action, Update))
+        pipelines = [in_turn if in_turn[i] else [], [] if on_host[i] else [not host for host in on_host]]
+        behind = [
+            [one.gives for one, is_one in zip(updates[:i], pipe, strict=False) if is_one][-1:] for pipe in pipelines
+        ]
+        assert o.behind == tuple(dict.fromkeys([*behind[0], *behind[1]]))
+    assert all(o.behind == () for o in step if not isinstance(o.action, Update))
 
 
 @pytest.mark.parametrize(
-    ("away", "stays"),
+    ("away", "has_states", "stays"),
     [
-        ({}, True),  # it was made before the host's next piece, which is still there
-        ({"h.1": Tier.HOST}, True),
-        ({"h.1": Tier.DISK}, False),  # in turn: the one before it is done
+        ({}, True, True),  # it was made before the host's next piece, which is still there
+        ({"h.1": Tier.HOST}, True, True),
+        ({"h.1": Tier.DISK}, True, False),  # in turn: the one before it is done
+        ({"h.1": Tier.DISK}, False, True),  # nothing of it is there
     ],
 )
-def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(away: dict[str, Tier], stays: bool) -> None:
+def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(
+    away: dict[str, Tier], has_states: bool, stays: bool
+) -> None:
     profile = gpt_profile(layers=4, width=1024, vocabulary=2048)
     updates = {
         p.name: UpdateProfile(
@@ -217,7 +226,8 @@ def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(away:
     }
     on_host = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.DISK, update_on=Tier.HOST)
     plan = Plan(blocks={"h.2": on_host, **{name: BlockPlan(state_home=tier) for name, tier in away.items()}})
-    profile = replace(profile, updates=updates)
+    state_bytes = {name: size for name, size in profile.state_bytes.items() if has_states or name != "h.1"}
+    profile = replace(profile, updates=updates, state_bytes=state_bytes)
     step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="gpu")
     names = [block.name for block in profile.blocks]
     held: dict[str, int] = {}
@@ -231,21 +241,18 @@ def test_pieces_of_the_host_stay_where_what_went_before_them_is_waited_for(away:
     assert nbytes == 0, "nothing is left behind the step"
 
 
-def test_what_an_update_reads_comes_behind_what_the_one_before_it_reads() -> None:
+@pytest.mark.parametrize("tiers", [(Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)])
+def test_what_an_update_reads_comes_behind_what_the_one_before_it_reads(tiers: tuple[Tier, Tier]) -> None:
     """Two blocks with states on two links: the second one's would come at once if links were all that orders them."""
     profile = gpt_profile(layers=2)
-    first, second = (profile.blocks[i].name for i in (1, 2))
-    plan = Plan(
-        update=UpdateTime.AFTER_BACKWARD,
-        blocks={first: BlockPlan(state_home=Tier.DISK), second: BlockPlan(state_home=Tier.HOST)},
-    )
+    homes = {profile.blocks[i].name: BlockPlan(state_home=tier) for i, tier in zip((1, 2), tiers, strict=True)}
+    plan = Plan(update=UpdateTime.AFTER_BACKWARD, blocks=homes)
     step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="gpu")
-    order = [o for o in step if isinstance(o.action, Update) and o.transfers]
-    (slow,), (quick,) = ([o for o in order if o.transfers[0].tier is tier] for tier in (Tier.DISK, Tier.HOST))
+    first, second = (o for o in step if isinstance(o.action, Update) and o.transfers)
+    assert [o.transfers[0].tier for o in (first, second)] == [*tiers]
     times = {m.action: m for m in predict(step, MACHINE).moments}
-    read = sum(t.nbytes for t in slow.transfers if t.direction == "read") / MACHINE.link(Tier.DISK).read_bytes_per_s
-    assert order.index(slow) < order.index(quick)
-    assert times[str(quick.action)].start_s >= times[str(slow.action)].start_s + read
+    read = sum(t.nbytes for t in first.transfers if t.direction == "read") / MACHINE.link(tiers[0]).read_bytes_per_s
+    assert times[str(second.action)].start_s >= times[str(first.action)].start_s + read
 
 
 def test_a_commit_is_a_transfer_of_the_step() -> None:

@@ -126,7 +126,7 @@ def free_steps(draw: Any) -> Step:
             token = Token(draw(st.sampled_from(["fetch", "update", "offload"])), str(index))
             operation = operation._replace(
                 after=after,
-                behind=behind[0] if behind else None,
+                behind=behind,
                 awaited=tuple(draw(transfers(1))),
                 transfers=tuple(draw(transfers(3))),
                 is_chain=draw(st.booleans()),
@@ -382,7 +382,7 @@ BLIND: dict[str, Callable[[Operation], Operation]] = {
     "waits at the end": _ignoring(waits_after=()),
     "what transfers wait for": _ignoring(after=()),
     "the order of a chain": _ignoring(is_chain=False),
-    "the pipeline of updates": _ignoring(behind=None),
+    "the pipeline of updates": _ignoring(behind=()),
     "the host's cores": _moving_the_host_s_work,
     "the stop for a sum": _not_stopping_for_a_sum,
     "the link that is crossed": _on_one_link,

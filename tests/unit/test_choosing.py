@@ -257,7 +257,7 @@ def test_a_refusal_names_a_limit_that_holds_what_the_search_took_of_the_process(
     def budget(*_: object) -> Budget:
         return Budget(limit_bytes=1 << 20, base_bytes=held[0], reserve_bytes=0)
 
-    def choose(_: Profile, room: Budget) -> Any:
+    def choose(_: Profile, room: Budget, _traces: object) -> Any:
         held[0] += 7 << 20
         raise Refusal(budget=room, peak_bytes=50 << 20, plan="p", report="", advice=(), varies=True).error()
 
@@ -276,7 +276,7 @@ def test_a_plan_is_taken_only_if_it_fits_beside_what_its_own_search_took(
     def budget(_: Profile, plan: object = None) -> Budget:
         return Budget(limit_bytes=250 << 20, base_bytes=(held[0] + (42 if plan else 0)) << 20, reserve_bytes=0)
 
-    def choose(_: Profile, room: Budget) -> Any:
+    def choose(_: Profile, room: Budget, _traces: object) -> Any:
         held[0] += grows[searches[0]]
         searches[0] += 1
         assert room.tensor_bytes is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,13 @@ from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.core.work_kinds import WorkKind
+from memfit.planning import between
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
+from memfit.planning.plan_costs import PlanCosts
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
 from memfit.prediction import predict
+from memfit.prediction.predict import Appraisal
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower
 from unit.checking import check_schedule
@@ -121,15 +126,70 @@ def test_between_two_uniform_plans_the_best_number_of_calls_is_found() -> None:
                 policies[index] = CallPlan(saved=fast if place >= layers - count else lean)
             found.append(predicted(Plan(calls=tuple(policies)), profile))
         every += [(found[0].peak_bytes, one.peak_bytes, one.seconds) for one in found]
-    slowest, between = math.inf, 0
+    slowest, mixed = math.inf, 0
     for peak in sorted({max(lean, peak) for lean, peak, _ in every}):
         choice = choose_plan(profile, limit(peak), machine(), tiers=(), staging_bytes=0)
         assert choice.timeline.peak_bytes <= peak
         assert choice.timeline.seconds <= min(s for a, b, s in every if max(a, b) <= peak) * (1 + 1e-9)
         assert choice.timeline.seconds <= slowest
         slowest = choice.timeline.seconds
-        between += len({choice.plan.calls[index].saved for index in calls}) > 1 if choice.plan.calls else 0
-    assert between >= layers - 1
+        mixed += len({choice.plan.calls[index].saved for index in calls}) > 1 if choice.plan.calls else 0
+    assert mixed >= layers - 1
+
+
+def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same choices as where every pair is followed to its end, from fewer plans; and no bound is above a plan."""
+    profile = gpt_profile(layers=6, width=320, vocabulary=2048, tokens=32, batch_rows=4, rows=(4, 2, 1))
+    every = predicted(Plan(), profile).peak_bytes
+    limits = [limit(every * share // 20 + 6 * MIB) for share in range(3, 20)]
+    build, built = between._Pair.build, 0
+
+    def built_above_its_bound(pair: Any, index: int) -> Any:
+        nonlocal built
+        built += 1
+        bound_s = pair.bound_s
+        found = build(pair, index)
+        assert found.weighed_s >= bound_s * (1 - 1e-9)
+        return found
+
+    def answers() -> list[tuple[float, int]]:
+        found: list[tuple[float, int]] = []
+        for one in limits:
+            with contextlib.suppress(DoesNotFitError):
+                choice = choose_plan(profile, one, machine())
+                found.append((choice.weighed_s, choice.timeline.peak_bytes))
+        return found
+
+    monkeypatch.setattr(between._Pair, "build", built_above_its_bound)
+    short, of_short = answers(), built
+    built = 0
+    monkeypatch.setattr(between, "bound_between", lambda *_: 0.0)
+    assert answers() == short
+    assert len(short) > 8
+    assert 0 < of_short < built
+
+
+@pytest.mark.parametrize("shares", [(5, 3, 7, 4, 10), (3, 10, 4, 7, 5)])
+def test_questions_that_share_what_plans_cost_get_the_plans_of_questions_that_do_not(shares: tuple[int, ...]) -> None:
+    profile, costs = wide_profile(), PlanCosts()
+    for share, clips_norm in zip(shares, (False, False, True, False, False), strict=True):
+        budget = limit(12 * MIB * share)
+        alone = choose_plan(profile, budget, machine(), clips_norm=clips_norm, staging_bytes=MIB)
+        shared = choose_plan(profile, budget, machine(), clips_norm=clips_norm, staging_bytes=MIB, costs=costs)
+        assert shared == alone
+
+
+def test_what_a_plan_costs_is_found_once() -> None:
+    costs, found = PlanCosts().under("a machine"), [0]
+
+    def find() -> Appraisal:
+        found[0] += 1
+        return Appraisal(peaks={Tier.DEVICE: found[0]}, seconds=1.0)
+
+    plans = [Plan(), Plan(microbatches=2), Plan(calls=(CallPlan(saved=Saved.SELECT),)), Plan()]
+    assert [costs.of(plan, find).peak_bytes for plan in plans] == [1, 2, 3, 1]
+    assert costs.under("a machine").of(Plan(), find).peak_bytes == 1
+    assert costs.under("another one").of(Plan(), find).peak_bytes == 4
 
 
 def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:

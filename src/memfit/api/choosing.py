@@ -37,6 +37,7 @@ from memfit.job.few_bits import STATE_FORMATS, with_frozen
 from memfit.job.machine import library_bytes_to_come
 from memfit.job.problem import Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
+from memfit.planning.plan_costs import PlanCosts
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
 from memfit.prediction.pace import fastest_products_per_s, work_seconds
@@ -116,7 +117,14 @@ def commits_a_step(durability: Durability) -> float:
 class Traces(dict[tuple[ComputeDtype, int | None], Profile]):
     """Profiles of one batch by dtype and chunks of the loss, for questions that are asked several
     times.
+
+    Attributes:
+        costs: of plans, by dtype, chunks of the loss and formats of states and frozen weights.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: dict[Any, PlanCosts] = {}
 
 
 def choose(
@@ -392,6 +400,7 @@ class _Search:
             classic=wanted.classic,
             mixes_below=mixes_below,
             compares=wanted.compares,
+            costs=self.traces.costs.setdefault((compute, chunk, states, frozen), PlanCosts()),
         )
 
 

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from memfit.api.choosing import Choice
+from memfit.api.choosing import Choice, Traces
 from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Budget
 from memfit.core.profile import Profile
@@ -23,7 +23,7 @@ _ADVICE = ("a larger limit", "a process that holds less before memfit.fit")
 
 
 def choose_in_room(
-    found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget], Choice]
+    found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget, Traces], Choice]
 ) -> tuple[Choice, Budget]:
     """Chooses a plan that fits beside what is held when it has been chosen: to look for one, and to
     load what it computes with, takes of a process, too. What that is, only the plan tells: parts of
@@ -32,7 +32,7 @@ def choose_in_room(
     Args:
         found: profile that plans are looked for with.
         budget: measures what is left to tensors under a profile, and a plan if there is one.
-        choose: looks for a plan.
+        choose: looks for a plan, and keeps what it traces.
 
     Returns:
         The plan, and what is left to its tensors.
@@ -41,10 +41,12 @@ def choose_in_room(
         DoesNotFitError: no plan fits, or none that was found did when it had been found.
     """
     missing, grown, room, attempt = 0, 0, budget(found), 0
+    # Looked for again in less room, the same is traced and predicted.
+    traces = Traces()
     while True:
         attempt += 1
         try:
-            chosen = _choose_keeping_free(missing, grown, found, room, choose)
+            chosen = _choose_keeping_free(missing, grown, found, room, lambda found, room: choose(found, room, traces))
         except DoesNotFitError as error:
             raise _beside_a_search(error, found, budget) from None
         left = budget(chosen.profile, chosen.plan)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
+from memfit.api.choosing import Choice, Traces, Wanted, choose, commits_a_step, keeps_batch_whole
 from memfit.api.choosing_in_room import choose_in_room
 from memfit.api.fitting_checks import check_fits, checks_split, cut_for, with_check
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
@@ -138,11 +138,8 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
             why = why or str(error)
             continue
         chosen, budget = _choose_in_room(own, sample, found, may_split=found.may_split)
-        note = (
-            ""
-            if found.may_split
-            else _not_cut("the model computes over its batch, or its forward changes what it computes with")
-        )
+        cause = "the model computes over its batch, or its forward changes what it computes with"
+        note = "" if found.may_split else _not_cut(cause)
         try:
             reason = chosen.reason + note + remark(chosen.plan)
             planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, why=chosen.why)
@@ -287,9 +284,8 @@ def replan(
     except UncuttableError as error:
         setup = setup.cut_by(Whole(str(error)))
         found = _profile_counts(setup, batch, lambda _: budget, running=like)
-    may_split = found.may_split and adds_up is not False
-    asked = replace(setup, numerics=numerics)
-    chosen = _choose(asked, batch, found, budget, may_split=may_split, running=like)
+    asked, may_split = replace(setup, numerics=numerics), found.may_split and adds_up is not False
+    chosen = _choose(asked, batch, found, budget, Traces(), may_split=may_split, running=like)
     plan = chosen.plan
     if plan.microbatches == setup.problem.cut.rows(batch):
         # It is cut into as many by any larger number too: then batches with more rows keep theirs.
@@ -433,14 +429,18 @@ def _choose_in_room(setup: Setup, sample: Any, found: Profile, *, may_split: boo
 
 
 def _choose(
-    setup: Setup, batch: Any, found: Profile, budget: Budget, *, may_split: bool, running: Plan | None = None
+    setup: Setup,
+    batch: Any,
+    found: Profile,
+    budget: Budget,
+    traces: Traces,
+    *,
+    may_split: bool,
+    running: Plan | None = None,
 ) -> Choice:
-    """Chooses a plan; see `choosing.choose`.
-
-    While a job runs, under `running`, nothing is loaded, and no cut is checked.
-    """
+    """Chooses a plan (`choosing.choose`). Under a running one nothing is loaded, no cut checked."""
     wanted = _wanted(setup, may_split=may_split, running=running)
-    return choose(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
+    return choose(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted, traces)
 
 
 def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:

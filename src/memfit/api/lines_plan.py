@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memfit.api.choosing import Choice
+from memfit.api.choosing import Choice, Traces
 from memfit.api.choosing_in_room import choose_in_room
 from memfit.batches.cutting import Whole
 from memfit.core.errors import PlanError, UsageError
@@ -81,7 +81,7 @@ def plan_of_one_batch(plan: Plan) -> Plan:
 
 
 def plan_of_lines(
-    setup: Setup, sample: Any, choose: Callable[[Setup, Any, Profile, Budget], Choice]
+    setup: Setup, sample: Any, choose: Callable[[Setup, Any, Profile, Budget, Traces], Choice]
 ) -> tuple[Plan, str, Profile]:
     """Chooses a plan for lines of the user's own.
 

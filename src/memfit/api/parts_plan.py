@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memfit.api.choosing import Choice
+from memfit.api.choosing import Choice, Traces
 from memfit.api.choosing_in_room import choose_in_room
 from memfit.batches.parts import ByParts, Parts
 from memfit.core.errors import UnsupportedError, UsageError
@@ -50,7 +50,7 @@ def check_parts_alone(sample: Any, *, lines: bool, split: object, weight: object
 
 
 def plan_of_parts(
-    setup: Setup, sample: Parts, choose: Callable[[Setup, Any, Profile, Budget], Choice]
+    setup: Setup, sample: Parts, choose: Callable[[Setup, Any, Profile, Budget, Traces], Choice]
 ) -> tuple[Plan, str, str, Profile]:
     """Chooses a plan with as many microbatches as the sample has parts.
 

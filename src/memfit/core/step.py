@@ -115,8 +115,8 @@ class Operation(NamedTuple):
         after: tokens that must be done before its transfers begin. As predicted the main thread
             does not wait for them; a run, which begins the transfers itself, does (`engine.run`,
             [Note: who waits]), but for a journal's keeps.
-        behind: the update before it in its pipeline of updates, if it is an update: what it reads
-            begins to come when all that the other one reads has come.
+        behind: updates before it in its pipelines, if it is an update: what it reads begins to
+            come when all that these read has come.
         gives: tokens that are done when its transfers and its work on either processor are.
         work: amounts by kind, computed by the device one after the other.
         host_work: the same for the host's cores, beside the main thread: in order, after `after`,
@@ -135,7 +135,7 @@ class Operation(NamedTuple):
     awaited: tuple[Transfer, ...] = ()
     is_chain: bool = True
     after: tuple[Token, ...] = ()
-    behind: Token | None = None
+    behind: tuple[Token, ...] = ()
     gives: Token | None = None
     work: Work = ()
     host_work: Work = ()

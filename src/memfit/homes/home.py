@@ -24,7 +24,7 @@ room `store` may not import this one) and whatever a home of a further tier retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -237,6 +237,18 @@ class ByteHome(Protocol):
 
     def close(self) -> None:
         """Releases what it holds. Nothing may use it afterwards."""
+
+
+def use_files(homes: Iterable[ByteHome]) -> bool:
+    """Tells whether bytes of some of these homes are in files."""
+    return any(home.tier.traits.is_files for home in homes)
+
+
+def order_reads(homes: Iterable[ByteHome], device: torch.device) -> bool:
+    """Tells whether all that a device reads from these homes is ordered behind writes; what rests
+    there is not read.
+    """
+    return all(home.orders_reads or home.memory_at(device) is not None for home in homes)
 
 
 def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> TransferHandle:

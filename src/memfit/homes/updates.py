@@ -19,7 +19,8 @@ The host's cores take long over an update. One by an accelerator takes the worke
 takes to enqueue it, if nothing of it comes from files or goes there, and its memory, which blocks
 in front of it may need, is free the sooner: it goes before the next piece of those that the host
 makes. Those that an accelerator makes stay in order among themselves, since the memory of their
-pieces is counted so: such an update waits until those before it that files are read for have ended.
+pieces is counted so: such an update waits until those before it that files are read for have ended,
+and nothing of it comes before.
 
 [Note: updates on the host]
 Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four
@@ -60,7 +61,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from memfit import devices
-from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle
+from memfit.homes.home import DONE, TransferGroup, TransferHandle, order_reads, use_files
 from memfit.homes.memory import StreamCopy
 from memfit.homes.update_pieces import Coming, PieceUpdates, Travel
 from memfit.homes.weights import BlockWeights
@@ -156,8 +157,8 @@ class UpdateWorker:
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         # Of these jobs those that the host's pieces let pass. See [Note: what goes first].
         self._first = deque[_SubmittedUpdate]()
-        # The last that an accelerator makes and that does not go first.
-        self._in_turn: weakref.ref[UpdateHandle] | None = None
+        # Those that an accelerator makes and that do not go first.
+        self._in_turn: list[weakref.ref[UpdateHandle]] = []
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
 
@@ -211,11 +212,11 @@ class UpdateWorker:
             # queues only.
             weakref.finalize(self, self._jobs.put, None)
         if devices.is_accelerator(block.device) and not block.updates_on_host:
-            if after is DONE and not _uses_files(self._pieces.homes(block)):
-                job.front = self._in_turn
+            if after is DONE and not use_files(self._pieces.homes(block)):
+                job.front = self._in_turn = [one for one in self._in_turn if not _is_over(one)]
                 self._first.append(job)  # before it is put: see `_Pipeline`
             else:
-                self._in_turn = weakref.ref(job.handle)
+                self._in_turn = [*self._in_turn, weakref.ref(job.handle)]
         self._jobs.put(job)
         return job.handle
 
@@ -257,13 +258,9 @@ class UpdateWorker:
         self._pieces.forget_standing()
 
 
-def _uses_files(homes: Sequence[ByteHome]) -> bool:
-    return any(home.tier.traits.is_files for home in homes)
-
-
-def _order_reads(homes: Sequence[ByteHome], device: torch.device) -> bool:
-    # What rests where it is updated is not read.
-    return all(home.orders_reads or home.memory_at(device) is not None for home in homes)
+def _is_over(update: weakref.ref[UpdateHandle]) -> bool:
+    handle = update()
+    return handle is None or handle.is_done
 
 
 class _LastWrites:
@@ -307,7 +304,7 @@ class _SubmittedUpdate:
     ) -> None:
         self.handle = UpdateHandle()
         # Of one that goes first: what it may not go before.
-        self.front: weakref.ref[UpdateHandle] | None = None
+        self.front: Sequence[weakref.ref[UpdateHandle]] = ()
         self._last_writes = last_writes
         self._pieces = pieces
         self._block = block
@@ -325,7 +322,7 @@ class _SubmittedUpdate:
         if own_stream is not None:
             assert self._stream is not None
             self._caller = self._stream
-            self._reads_in_order = block.updates_on_host or not _order_reads(pieces.homes(block), block.update_device)
+            self._reads_in_order = block.updates_on_host or not order_reads(pieces.homes(block), block.update_device)
             self._behind, self._stream = self._stream.record_event(), own_stream
         self._left = deque(pieces.groups(block))
         self._begun = 0
@@ -339,8 +336,7 @@ class _SubmittedUpdate:
     @property
     def may_begin(self) -> bool:
         """True if all is done that it may not go before."""
-        front = None if self.front is None else self.front()
-        return front is None or front.is_done
+        return all(map(_is_over, self.front))
 
     @property
     def _is_beside_the_caller(self) -> bool:

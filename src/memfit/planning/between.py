@@ -12,8 +12,9 @@ one's policy is halved down to the largest that fits: the last calls of the forw
 tensors backward gives up first, before it makes those of the others again. That takes the logarithm
 of the number of calls in built plans, and no solver, so that it is done where mixed plans
 (`planning.widening`) are not looked for. A pair is looked at where the faster plan's bound is below
-the seconds of the best plan known: what lies between them with a smaller limit lies there with a
-larger one too, unless something faster is known, so that more room is never slower.
+the seconds of the best plan known, and as long as that of all that is left between the two is:
+what lies between them with a smaller limit lies there with a larger one too, unless something
+faster is known, so that more room is never slower.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from memfit.core.plan import CallPlan, Plan
 from memfit.planning.candidates import Candidate
-from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price
+from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, bound_between, price
 
 
 def may_be_between(question: PlanQuestion) -> bool:
@@ -68,32 +69,53 @@ def search_between(
             known[lean.index] = question.build(lean)
         if known[fast.index].fits or not known[lean.index].fits:
             continue
-        for one in _halved(fast, lean, question, indices):
-            found.append(one)
-            if one.fits:
-                best_s = min(best_s, one.weighed_s)
+        pair = _Pair(fast, lean, question)
+        while pair.is_left and pair.bound_s < best_s:
+            found.append(pair.build(next(indices)))
+            if found[-1].fits:
+                best_s = min(best_s, found[-1].weighed_s)
     return found
 
 
-def _halved(
-    fast: PricedCandidate, lean: PricedCandidate, question: PlanQuestion, indices: Iterator[int]
-) -> Iterator[BuiltCandidate]:
-    """Yields what is built on the way to the largest number of calls that have the faster policy
-    and fit.
+class _Pair:
+    """Looks for the largest number of calls that have the faster policy and fit, by halves.
+
+    Args:
+        fast, lean: candidates that differ in policies of calls.
+        question: that they answer.
     """
-    calls = list(zip_longest(lean.candidate.plan.calls, fast.candidate.plan.calls, fillvalue=CallPlan()))
-    apart = [index for index, (one, other) in enumerate(calls) if one != other]
-    most, least_too_many = 0, len(apart)
-    while most + 1 < least_too_many:
-        count = (most + least_too_many) // 2
-        last = set(apart[-count:])
-        taken = tuple(other if index in last else one for index, (one, other) in enumerate(calls))
-        saved = calls[apart[-1]][1].saved
-        name = f"{lean.candidate.name}; {saved} in the last {count} of {len(apart)} calls"
-        plan = replace(lean.candidate.plan, calls=taken)
-        found = question.build(price(next(indices), Candidate(name=name, plan=plan), question))
-        most, least_too_many = (count, least_too_many) if found.fits else (most, count)
-        yield found
+
+    def __init__(self, fast: PricedCandidate, lean: PricedCandidate, question: PlanQuestion) -> None:
+        self._fast, self._lean, self._question = fast, lean, question
+        self._calls = list(zip_longest(lean.candidate.plan.calls, fast.candidate.plan.calls, fillvalue=CallPlan()))
+        self._apart = [index for index, (one, other) in enumerate(self._calls) if one != other]
+        # The most that is known to fit, and the least that is known not to.
+        self._most, self._too_many = 0, len(self._apart)
+
+    @property
+    def is_left(self) -> bool:
+        """Tells whether a number is not known to fit or not to fit."""
+        return self._most + 1 < self._too_many
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no plan that is left takes less than, as plans are compared by."""
+        return bound_between(self._plan(self._most + 1), self._plan(self._too_many - 1), self._question)
+
+    def build(self, index: int) -> BuiltCandidate:
+        """Builds the plan in the middle of those that are left."""
+        count = (self._most + self._too_many) // 2
+        saved = self._calls[self._apart[-1]][1].saved
+        name = f"{self._lean.candidate.name}; {saved} in the last {count} of {len(self._apart)} calls"
+        candidate = Candidate(name=name, plan=self._plan(count))
+        found = self._question.build(price(index, candidate, self._question))
+        self._most, self._too_many = (count, self._too_many) if found.fits else (self._most, count)
+        return found
+
+    def _plan(self, count: int) -> Plan:
+        last = set(self._apart[-count:])
+        taken = tuple(other if index in last else one for index, (one, other) in enumerate(self._calls))
+        return replace(self._lean.candidate.plan, calls=taken)
 
 
 def _apart_from_policies(plan: Plan) -> tuple[Any, ...]:

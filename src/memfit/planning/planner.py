@@ -27,6 +27,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,7 @@ from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
+from memfit.planning.plan_costs import PlanCosts
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import Refusal
 from memfit.planning.uniform_search import UNIFORM_PATIENCE, UniformSearch
@@ -83,6 +85,7 @@ def choose_plan(
     classic: str | None = None,
     mixes_below: float = math.inf,
     compares: bool = False,
+    costs: PlanCosts | None = None,
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
 
@@ -116,6 +119,7 @@ def choose_plan(
         mixes_below: mixed plans are looked for (`planning.widening`) where the best uniform one
             takes less than so many seconds; 0: they are not.
         compares: every technique is predicted, for people (`PlanChoice.classics`).
+        costs: of plans of this profile, from questions before; they are added to.
 
     Raises:
         DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that
@@ -143,6 +147,9 @@ def choose_plan(
     )
     if classic is not None:
         check_classic(classic, profile, hardware, question.tiers)
+    if costs is not None and not mixes(question):
+        conditions = hardware, clips_norm, question.staging_bytes, commits, checked_rows, scheme
+        question = replace(question, costs=costs.under(conditions))
     return _answer(question, mixes_below=0.0 if classic is not None else mixes_below, compares=compares)
 
 

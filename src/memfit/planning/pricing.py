@@ -25,6 +25,7 @@ from memfit.core.tiers import Tier, crossed_tier, is_processor
 from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.classics import list_classics
+from memfit.planning.plan_costs import PlanCosts
 from memfit.prediction.bytes import peaks
 from memfit.prediction.pace import Pace
 from memfit.prediction.predict import Appraisal, appraise
@@ -100,6 +101,8 @@ class PlanQuestion:
             that they depend on.
         known: facts about the profile that lowering has found.
         known_of_checks: the same of passes without gradients.
+        costs: peaks and seconds of plans that are known from other questions about the profile;
+            searches for mixtures need more of each plan.
     """
 
     profile: Profile
@@ -122,6 +125,7 @@ class PlanQuestion:
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
     known: KnownFacts = field(default_factory=KnownFacts)
     known_of_checks: KnownFacts = field(default_factory=KnownFacts)
+    costs: PlanCosts | None = None
 
     @cached_property
     def pace(self) -> Pace:
@@ -140,8 +144,11 @@ class PlanQuestion:
         return appraise(self.lower(plan), self.pace)
 
     def build(self, priced: PricedCandidate) -> BuiltCandidate:
-        """Builds the step of a candidate, lowers it and predicts it."""
-        return self.judge(priced, self.lower(priced.candidate.plan))
+        """Builds the step of a candidate, lowers it and predicts it, unless its cost is known."""
+        plan = priced.candidate.plan
+        if self.costs is None:
+            return self.judge(priced, self.lower(plan))
+        return self.fitted(priced, self.costs.of(plan, lambda: self.judge(priced, self.lower(plan)).cost))
 
     def judge(self, priced: PricedCandidate, step: Step) -> BuiltCandidate:
         """Predicts the lowered step of a candidate, and says whether it fits."""
@@ -338,6 +345,21 @@ def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     key = "loads", known.homes_of(plan), plan.microbatches, plan.order, plan.cut_tail, shape.segments
     of_blocks = known.found(key, lambda: _loads_of_blocks(plan, question, shape))
     return replace(of_blocks, work_s=work_s + of_blocks.work_s)
+
+
+def bound_between(one: Plan, other: Plan, question: PlanQuestion) -> float:
+    """Bounds the seconds, as plans are compared by, of all plans between two that differ in how
+    many of some calls follow one policy and not another: each load grows with that number or falls.
+    """
+    ends = [loads_of(plan, question) for plan in (one, other)]
+    links = {queue for loads in ends for queue in loads.moved_s}
+    least_s = max(
+        min(loads.work_s for loads in ends),
+        min(loads.host_s for loads in ends),
+        *(min(loads.moved_s.get(queue, 0.0) for loads in ends) for queue in links),
+    )
+    least_s += min(commit_seconds(plan, question.profile, question.hardware, question.commits) for plan in (one, other))
+    return weighed_seconds(least_s, regroups=all(regroups_sums(plan, question.profile) for plan in (one, other)))
 
 
 def _loads_of_blocks(plan: Plan, question: PlanQuestion, shape: StepShape) -> Loads:

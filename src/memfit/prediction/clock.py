@@ -223,7 +223,7 @@ class Clock:
             if work:
                 start = self.now_s  # what computes is shown without its stall
         begin = self.now_s
-        if after or awaited or behind is not None:
+        if after or awaited or behind:
             begin = self._begin(after, awaited, behind)
         end = come = begin
         is_beside = place is not None and place.is_beside
@@ -267,7 +267,7 @@ class Clock:
             self._wait(waits_after)
         return ActionTime(start, end)
 
-    def _begin(self, after: Iterable[Token], awaited: Iterable[Transfer], behind: Token | None) -> float:
+    def _begin(self, after: Iterable[Token], awaited: Iterable[Transfer], behind: Iterable[Token]) -> float:
         """Returns when an operation's transfers begin, behind what they wait for."""
         begin = self.now_s
         for token in after:
@@ -276,7 +276,9 @@ class Clock:
             # The main thread itself waits for these.
             begin = self._serve(transfer, begin)
             self._stop_until(begin, _SUM)
-        return begin if behind is None else max(begin, self._come_s.get(behind, 0.0))
+        for token in behind:
+            begin = max(begin, self._come_s.get(token, 0.0))
+        return begin
 
     def _serve(self, transfer: Transfer, begin: float, *, in_pieces: bool = False) -> float:
         tier, direction, category, nbytes, crosses = transfer

@@ -44,3 +44,20 @@ class GivenTokens:
     def of_kinds(self, kinds: Iterable[str]) -> list[Token]:
         """Returns all that were given of these kinds."""
         return [token for kind in kinds for token in self._given if token.kind == kind]
+
+
+class UpdatePipelines:
+    """Updates that are waited for by later ones: the last that took its turn behind all others, and
+    the last that an accelerator makes. See [Note: what goes first] in `homes.updates`.
+    """
+
+    def __init__(self) -> None:
+        self._in_turn: tuple[Token, ...] = ()
+        self._by_device: tuple[Token, ...] = ()
+
+    def join(self, update: Token, *, takes_turns: bool, on_host: bool) -> tuple[Token, ...]:
+        """Puts an update behind those of its pipelines; returns them."""
+        before = (*(self._in_turn if takes_turns else ()), *(() if on_host else self._by_device))
+        self._in_turn = (update,) if takes_turns else self._in_turn
+        self._by_device = self._by_device if on_host else (update,)
+        return tuple(dict.fromkeys(before))

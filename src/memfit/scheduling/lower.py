@@ -50,7 +50,7 @@ from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
 from memfit.scheduling import work_amounts
 from memfit.scheduling.activation_bytes import effects_of_built, follow_activations, relief_bytes
-from memfit.scheduling.given_tokens import GivenTokens
+from memfit.scheduling.given_tokens import GivenTokens, UpdatePipelines
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.journal_actions import kept_token, turns_before
 from memfit.scheduling.known_facts import KnownFacts
@@ -216,8 +216,7 @@ class _Lowering:
         # Blocks whose gradient left before the compute action that runs next.
         self._leaving: list[int] = []
         self._spread_bytes = 0
-        # The last update in its turn, and the last that an accelerator makes.
-        self._pipelines: tuple[Token | None, Token | None] = (None, None)
+        self._pipelines = UpdatePipelines()
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
@@ -360,9 +359,8 @@ class _Lowering:
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain, draft.gives = False, self._tokens.of_block(_UPDATE, block)
-        (in_turn, by_device), takes_turns = self._pipelines, self._line.pieces.takes_turns(block)
-        draft.behind = in_turn if takes_turns else by_device
-        self._pipelines = draft.gives if takes_turns else in_turn, by_device if on_host else draft.gives
+        takes_turns = self._line.pieces.takes_turns(block)
+        draft.behind = self._pipelines.join(draft.gives, takes_turns=takes_turns, on_host=on_host)
         work = known("work", lambda: work_amounts.update_work(plan, profile, block))
         if on_host:
             draft.host_work = work

@@ -34,7 +34,7 @@ class OperationDraft:
     waits_after: Sequence[Token]
     after: Sequence[Token]
     is_chain: bool
-    behind: Token | None
+    behind: Sequence[Token]
     gives: Token | None
     work: Work
     host_work: Work
@@ -51,9 +51,9 @@ class OperationDraft:
         """Empties the draft. The lists that were given out belong to the operation before."""
         self.changes, self.during, self.transfers = list(self._ended), [], []
         self._ended = ()
-        self.awaited = self.waits = self.waits_after = self.after = ()
+        self.awaited = self.waits = self.waits_after = self.after = self.behind = ()
         self.is_chain = True
-        self.behind = self.gives = self.update_place = None
+        self.gives = self.update_place = None
         self.work = self.host_work = ()
         self.needs = self.adds_to = ()
 
@@ -120,7 +120,7 @@ class OperationDraft:
             tuple(self.awaited),
             self.is_chain,
             tuple(self.after),
-            self.behind,
+            tuple(self.behind),
             self.gives,
             self.work,
             self.host_work,

@@ -36,7 +36,7 @@ from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.update_profile import UpdateProfile
 from memfit.scheduling.known_facts import KnownFacts
-from memfit.scheduling.sizes import cut_of
+from memfit.scheduling.sizes import cut_of, master_home_bytes
 
 _WIDE_BYTES = 4
 # Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment
@@ -133,9 +133,14 @@ class UpdatePieces:
         accelerator does not wait for those that the host makes, unless files are read or written
         for it (`homes.updates`, [Note: what goes first]).
         """
-        homes = self._plan.block(self._profile.blocks[block].name)
-        tiers = homes.weight_home, homes.gradient_home, homes.state_home
-        return not self._is_by_accelerator(block) or any(tier.traits.is_files for tier in tiers)
+        if not self._is_by_accelerator(block):
+            return True
+        profile, plan = self._profile.blocks[block], self._plan
+        homes = plan.block(profile.name)
+        # A block without states and masters has no home for them.
+        has_states = self._profile.state_bytes.get(profile.name) or master_home_bytes(plan, profile)
+        tiers = homes.weight_home, homes.gradient_home, *([homes.state_home] if has_states else [])
+        return any(tier.traits.is_files for tier in tiers)
 
     def of(self, block: int, *, is_here: bool) -> PieceRow | None:
         """Returns the pieces of a block; None if it has none.
@@ -320,9 +325,11 @@ class Line:
         self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
-        """Begins a block's update."""
-        self._waiting.append((block, is_here))
-        self._join(self.pieces.place(block), self.pieces.of(block, is_here=is_here))
+        """Begins a block's update; nothing if it has no pieces."""
+        row = self.pieces.of(block, is_here=is_here)
+        if row is not None:
+            self._waiting.append((block, is_here))
+            self._join(self.pieces.place(block), row)
 
     def wait(self, block: int) -> None:
         """Ends a block's update, and with it those that began before, but for those that it went
@@ -361,9 +368,7 @@ class Line:
         for block, is_here in left:
             self.submit(block, is_here=is_here)
 
-    def _join(self, place: Tier, row: PieceRow | None) -> None:
-        if row is None:
-            return
+    def _join(self, place: Tier, row: PieceRow) -> None:
         first, last = row.pieces[0], row.pieces[-1]
         # What lasts of an update stays until another one in that stream takes its place.
         is_beside = bool(row.lasting_bytes)
