@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/clock.py --probe --seed 1 7 --out benchmarks/results/clock.json   # 36 cases and the probe: a quarter of an hour
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
+    .venv/bin/python benchmarks/clock.py --probe --limits 6 --out benchmarks/results/clock-limits.json   # 48 cases: a quarter of an hour
 
 Each case is a process of its own: a given plan, random weights and data, ten steps. Measured are seconds of the processor where a step computes
 and of the clock where it waits for a disk: the processor seconds of the main thread and of updates beside it, and its own waits, but for what
@@ -12,6 +13,9 @@ way: products divided by one rate, of the same file.
 
 Between steps anchors of plain PyTorch are timed: a product, a sum of large tensors, a forward and a backward of small layers. "load" is what they
 took around the measured steps beside their least in the whole run: where it is above 1, others slowed the machine, processor seconds included.
+
+`--limits`: not given plans but those that memfit chooses: one model of each family, at so many limits of the process from 1.05 of the smallest that a
+refusal names to 0.9 of what the process takes without one. Beside the seconds, the kernel's peak of the process, the largest of all phases (`Job.proof`).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -35,6 +39,7 @@ from typing import Any
 import common
 
 STEPS, WARM = 10, 2
+ASKED = 2 << 20  # a limit that nothing fits: the refusal names the smallest that something does
 CALIBRATED_ON = range(WARM, STEPS, 2)
 LANGUAGE = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OPTIMIZERS = (
@@ -66,6 +71,8 @@ def main() -> None:
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="CASE", help="of the drawn cases those with these numbers"
     )
+    parser.add_argument("--limits", type=int, metavar="COUNT", help="plans that are chosen at so many limits a model")
+    parser.add_argument("--families", nargs="+", default=list(_CLASSES), choices=_CLASSES, help="for --limits")
     parser.add_argument("--hardware", type=Path, help="the machine's file (default: that of memfit probe)")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
@@ -88,7 +95,10 @@ def main() -> None:
             arguments.hardware = Path(directory) / "machine.json"
             probe = [sys.executable, "-m", "memfit.cli", "probe", "--out", arguments.hardware, "--directory", directory]
             subprocess.run(probe, check=True, stdout=sys.stderr)
-        runs = {f"seed {seed}": _measured(arguments, seed, directory) for seed in arguments.seed}
+        if arguments.limits:
+            runs = {"limits": _measured(arguments, _cases_of_limits(arguments, directory), directory)}
+        else:
+            runs = {f"seed {seed}": _measured(arguments, _drawn(arguments, seed), directory) for seed in arguments.seed}
     for name, found in runs.items():
         print(f"{name}\n{_table(found)}\n{_summary(found)}\n")
     if arguments.out is not None:
@@ -96,21 +106,45 @@ def main() -> None:
         arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def _measured(arguments: argparse.Namespace, seed: int, directory: str) -> list[dict[str, Any]]:
-    """The cases of a seed, each in a process of its own, with what was measured."""
+def _drawn(arguments: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """The cases of a seed."""
     rng = random.Random(seed)
     cases = [draw_case(rng, index) for index in range(arguments.count)]
-    cases = [case for index, case in enumerate(cases) if arguments.only is None or index in arguments.only]
-    found: list[dict[str, Any]] = []
+    return [case for index, case in enumerate(cases) if arguments.only is None or index in arguments.only]
+
+
+def _cases_of_limits(arguments: argparse.Namespace, directory: str) -> Iterator[dict[str, Any]]:
+    """Yields one model of each family at limits between the smallest one and what it takes without."""
+    for family in arguments.families:
+        case = {
+            "family": family, "width": 384, "layers": 6, "rows": 8, "tokens": 128, "vocabulary": 4000,
+            "optimizer": ["AdamW", {}], "bf16": False,
+        }  # fmt: skip
+        smallest = _child(arguments, {**case, "name": f"{family} asked", "limit_bytes": ASKED}, directory)
+        plain = _child(arguments, {**case, "name": f"{family} without a limit", "limit_bytes": None}, directory)
+        least, most = 1.05 * smallest["smallest_bytes"], 0.9 * plain["peak_bytes"]
+        for number in range(arguments.limits):
+            limit = int(least + (most - least) * number / max(arguments.limits - 1, 1))
+            yield {**case, "name": f"{family} in {limit / common.MIB:.0f} MiB", "limit_bytes": limit}
+
+
+def _child(arguments: argparse.Namespace, case: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """What a process of a case's own measured."""
+    command = [sys.executable, __file__, "--worker", json.dumps(case), "--directory", directory]
+    command += ["--hardware", str(arguments.hardware)] if arguments.hardware else []
     # Raw is what the probe measured, without what runs have taught since.
     environment = {**os.environ, "MEMFIT_CORRECTIONS": "off"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measured(arguments: argparse.Namespace, cases: Iterable[dict[str, Any]], directory: str) -> list[dict[str, Any]]:
+    """The cases, each in a process of its own, with what was measured."""
+    found: list[dict[str, Any]] = []
     for case in cases:
-        command = [sys.executable, __file__, "--worker", json.dumps(case), "--directory", directory]
-        command += ["--hardware", str(arguments.hardware)] if arguments.hardware else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
-        measured = json.loads(done.stdout.splitlines()[-1])
+        measured = _child(arguments, case, directory)
         if "refused" in measured:
             said = f"{case['name']} is not measured, memfit refuses it: {measured['refused']}"
             print(said, file=sys.stderr, flush=True)
@@ -143,8 +177,7 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             one["name"],
-            f"{one['optimizer'][0]}{'/fused' if one['optimizer'][1].get('fused') else ''} {one['homes']} {one['saved']} {one['microbatches']}"
-            + (" bf16" if one["bf16"] else ""),
+            _plan_words(one),
             f"{one['measured_s']:.3f}",
             f"{one['raw_s']:.3f}",
             f"{_error(one, 'raw_s'):+.0%}",
@@ -156,6 +189,13 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
         for one in found
     ]
     return common.table(headers, rows)
+
+
+def _plan_words(one: Mapping[str, Any]) -> str:
+    if "limit_bytes" in one:
+        return one["plan"].partition(": ")[0][:80]
+    words = f"{one['optimizer'][0]}{'/fused' if one['optimizer'][1].get('fused') else ''} {one['homes']} {one['saved']} {one['microbatches']}"
+    return words + (" bf16" if one["bf16"] else "")
 
 
 def _error(one: Mapping[str, Any], key: str) -> float:
@@ -187,6 +227,12 @@ def _summary(found: Sequence[Mapping[str, Any]]) -> str:
         f"the machine itself: steps calibrated on and steps measured are {statistics.median(apart):.1%} apart, worst {apart[-1]:.1%}"
     )
     lines.append(f"intervals hold {held} of {len(found)}; median width {width:.0%} of the prediction")
+    near = sum(abs(_error(one, "calibrated_s")) <= 0.1 for one in found)
+    lines.append(f"calibrated within 10 %: {near} of {len(found)}")
+    limited = [one for one in found if "limit_bytes" in one]
+    if limited:
+        over = [one["name"] for one in limited if one["peak_bytes"] > one["limit_bytes"]]
+        lines.append(f"processes above their limit: {len(over)} of {len(limited)} {', '.join(over)}".rstrip())
     return "\n".join(lines)
 
 
@@ -227,14 +273,23 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     model, batch = _model_and_batch(case)
     kind, settings = case["optimizer"]
     optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
-    plan = _plan(case, memfit.profile(model, optimizer, _loss, batch))
-    allow = {"nonadditive-loss", *({"bf16"} if case["bf16"] else ())}
-    allow -= {"nonadditive-loss"} if plan.microbatches == 1 else set()
     where = directory / case["name"].replace(" ", "-").replace(",", "")
-    with memfit.fit(
-        model, optimizer, _loss, batch, plan=plan, directory=where, allow=allow, hardware=machine, enforce=False
-    ) as job:
-        step = lower(job.schedule, plan, job.profile, device="cpu")
+    if "limit_bytes" in case:
+        asked: dict[str, Any] = {"limit": case["limit_bytes"]}
+    else:
+        plan = _plan(case, memfit.profile(model, optimizer, _loss, batch))
+        allow = {"nonadditive-loss", *({"bf16"} if case["bf16"] else ())}
+        allow -= {"nonadditive-loss"} if plan.microbatches == 1 else set()
+        asked = {"plan": plan, "allow": allow, "enforce": False}
+    try:
+        started = memfit.fit(model, optimizer, _loss, batch, directory=where, hardware=machine, **asked)
+    except memfit.DoesNotFitError as error:
+        if case.get("limit_bytes") != ASKED:
+            raise
+        print(json.dumps({"smallest_bytes": error.smallest_limit_bytes}))
+        return
+    with started as job:
+        step = lower(job.schedule, job.plan, job.profile, device="cpu")
         predicted = predict(step, machine)
         busy, taken, waited, timelines, anchors = [], [], [], [], [_anchors()]
         measured_on = [index for index in range(WARM, STEPS) if index not in CALIBRATED_ON]
@@ -245,6 +300,8 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
             waited += [stalls] if index in measured_on else []
             timelines += [timeline] if timeline is not None else []
             anchors.append(_anchors())
+        phases = job.proof().phases
+        reason = job.reason
         job.close(restore=False)
     recorded = min(timelines, key=lambda timeline: timeline.moments[-1].end_s)
     moved = {lane: [one.traffic[lane] for one in timelines] for lane in recorded.traffic}
@@ -260,6 +317,7 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     assert predicted.interval_s is not None
     print(
         json.dumps({
+            "plan": reason, "peak_bytes": max(phase.process_peak_bytes or 0 for phase in phases),
             "measured_s": taken[fastest], "steps_s": taken, "computed_s": busy, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
             "links_raw_s": links_raw.seconds,
             "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,

@@ -157,7 +157,7 @@ class UpdateWorker:
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         # Of these jobs those that the host's pieces let pass. See [Note: what goes first].
         self._first = deque[_SubmittedUpdate]()
-        # Those that an accelerator makes and that do not go first.
+        # Those that an accelerator makes and that do not go first, and are not over.
         self._in_turn: list[weakref.ref[UpdateHandle]] = []
         self._thread: threading.Thread | None = None
         self.updated_blocks: list[int] = []
@@ -212,11 +212,12 @@ class UpdateWorker:
             # queues only.
             weakref.finalize(self, self._jobs.put, None)
         if devices.is_accelerator(block.device) and not block.updates_on_host:
+            self._in_turn = [one for one in self._in_turn if not _is_over(one)]
             if after is DONE and not use_files(self._pieces.homes(block)):
-                job.front = self._in_turn = [one for one in self._in_turn if not _is_over(one)]
+                job.front = tuple(self._in_turn)
                 self._first.append(job)  # before it is put: see `_Pipeline`
             else:
-                self._in_turn = [*self._in_turn, weakref.ref(job.handle)]
+                self._in_turn.append(weakref.ref(job.handle))
         self._jobs.put(job)
         return job.handle
 
