@@ -71,7 +71,9 @@ def main() -> None:
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="CASE", help="of the drawn cases those with these numbers"
     )
-    parser.add_argument("--limits", type=int, metavar="COUNT", help="plans that are chosen at so many limits a model")
+    parser.add_argument(
+        "--limits", type=int, metavar="COUNT", help="not drawn cases: chosen plans at so many limits a model"
+    )
     parser.add_argument("--families", nargs="+", default=list(_CLASSES), choices=_CLASSES, help="for --limits")
     parser.add_argument("--hardware", type=Path, help="the machine's file (default: that of memfit probe)")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
@@ -79,12 +81,12 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        from memfit.core.errors import UnsupportedError
+        from memfit.core.errors import MemfitError
 
         try:
             _work(json.loads(arguments.worker), arguments.hardware, arguments.directory)
-        except UnsupportedError as error:  # a model that cannot compute in bf16, by its own code
-            print(json.dumps({"refused": str(error)}))
+        except MemfitError as error:  # a model that cannot compute in bf16, by its own code; a limit that does not hold
+            print(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         return
     with tempfile.TemporaryDirectory(prefix="memfit-clock-", dir=arguments.directory) as directory:
         if arguments.probe:
@@ -99,10 +101,12 @@ def main() -> None:
             runs = {"limits": _measured(arguments, _cases_of_limits(arguments, directory), directory)}
         else:
             runs = {f"seed {seed}": _measured(arguments, _drawn(arguments, seed), directory) for seed in arguments.seed}
-    for name, found in runs.items():
-        print(f"{name}\n{_table(found)}\n{_summary(found)}\n")
+    for name, cases in runs.items():
+        found = [case for case in cases if "refused" not in case]
+        refused = [case["name"] for case in cases if "refused" in case]
+        print(f"{name}\n{_table(found)}\n{_summary(found)}\nrefused: {', '.join(refused) or 'none'}\n")
     if arguments.out is not None:
-        whole = {name: {"machine": common.machine(), "cases": found} for name, found in runs.items()}
+        whole = {name: {"machine": common.machine(), "cases": cases} for name, cases in runs.items()}
         arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -122,7 +126,8 @@ def _cases_of_limits(arguments: argparse.Namespace, directory: str) -> Iterator[
         }  # fmt: skip
         smallest = _child(arguments, {**case, "name": f"{family} asked", "limit_bytes": ASKED}, directory)
         plain = _child(arguments, {**case, "name": f"{family} without a limit", "limit_bytes": None}, directory)
-        least, most = 1.05 * smallest["smallest_bytes"], 0.9 * plain["peak_bytes"]
+        least = 1.05 * smallest["smallest_bytes"]
+        most = max(least, 0.9 * plain["peak_bytes"])
         for number in range(arguments.limits):
             limit = int(least + (most - least) * number / max(arguments.limits - 1, 1))
             yield {**case, "name": f"{family} in {limit / common.MIB:.0f} MiB", "limit_bytes": limit}
@@ -143,16 +148,18 @@ def _child(arguments: argparse.Namespace, case: Mapping[str, Any], directory: st
 def _measured(arguments: argparse.Namespace, cases: Iterable[dict[str, Any]], directory: str) -> list[dict[str, Any]]:
     """The cases, each in a process of its own, with what was measured."""
     found: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
     for case in cases:
         measured = _child(arguments, case, directory)
         if "refused" in measured:
             said = f"{case['name']} is not measured, memfit refuses it: {measured['refused']}"
             print(said, file=sys.stderr, flush=True)
+            refused.append({**case, **measured})
             continue
         found.append({**case, **measured})
         _note_load(found)
         print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    return found
+    return found + refused
 
 
 def draw_case(rng: random.Random, index: int) -> dict[str, Any]:

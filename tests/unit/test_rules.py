@@ -16,13 +16,13 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
-from memfit.core.profile import Profile
+from memfit.core.profile import CallProfile, Profile
 from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
-from memfit.core.work_kinds import WorkKind
+from memfit.core.work_kinds import Work, WorkKind
 from memfit.planning import between
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
 from memfit.planning.plan_costs import PlanCosts
@@ -137,9 +137,41 @@ def test_between_two_uniform_plans_the_best_number_of_calls_is_found() -> None:
     assert mixed >= layers - 1
 
 
-def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_work(profile: Profile, *, of_two_kinds: bool, operations: float = 60.0, spared: float = 0.9) -> Profile:
+    """The same with work of its calls, of which a share is spared where their products are kept; of two kinds: every
+    other one makes many small operations and no products.
+    """
+
+    def worked(call: CallProfile) -> CallProfile:
+        if not call.is_repeated:
+            return call
+        (held,), flops = call.held_results, float(call.forward_flops)
+        if of_two_kinds and call.index % 2:
+            few: Work = ((WorkKind.OPERATIONS, operations), (WorkKind.STREAMED, 1e6))
+            held = replace(held, nbytes=held.nbytes // 2, spared_work=())
+            return replace(
+                call, forward_work=few, backward_work=few, forward_flops=0, backward_flops=0, held_results=(held,)
+            )
+        few = ((WorkKind.OPERATIONS, operations / 6),)
+        held = replace(held, nbytes=held.nbytes // 8, spared_work=((WorkKind.FLOPS, spared * flops),))
+        return replace(
+            call,
+            forward_work=((WorkKind.FLOPS, flops), *few),
+            backward_work=((WorkKind.FLOPS, 2 * flops), *few),
+            held_results=(held,),
+        )
+
+    traces = {rows: replace(trace, calls=tuple(map(worked, trace.calls))) for rows, trace in profile.traces.items()}
+    return replace(profile, traces=traces)
+
+
+@pytest.mark.parametrize("of_two_kinds", [None, False, True])
+def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
+    monkeypatch: pytest.MonkeyPatch, of_two_kinds: bool | None
+) -> None:
     """The same choices as where every pair is followed to its end, from fewer plans; and no bound is above a plan."""
     profile = gpt_profile(layers=6, width=320, vocabulary=2048, tokens=32, batch_rows=4, rows=(4, 2, 1))
+    profile = profile if of_two_kinds is None else with_work(profile, of_two_kinds=of_two_kinds)
     every = predicted(Plan(), profile).peak_bytes
     limits = [limit(every * share // 20 + 6 * MIB) for share in range(3, 20)]
     build, built = between._Pair.build, 0
@@ -163,10 +195,33 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(monkey
     monkeypatch.setattr(between._Pair, "build", built_above_its_bound)
     short, of_short = answers(), built
     built = 0
-    monkeypatch.setattr(between, "bound_between", lambda *_: 0.0)
+    monkeypatch.setattr(between._Pair, "_bound_s", lambda *_: 0.0)
     assert answers() == short
     assert len(short) > 8
     assert 0 < of_short < built
+
+
+def test_between_segments_of_several_calls_and_calls_of_their_own_plans_are_legal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checkpoints of segments beside kept products, where these are few and slow."""
+    profile = gpt_profile(layers=9, width=64, vocabulary=256, tokens=256, batch_rows=2, rows=(2,))
+    profile = with_work(profile, of_two_kinds=False, operations=36.0, spared=0.02)
+    make, made = between._Pair._plan, list[Plan]()
+
+    def noted(pair: Any, count: int) -> Plan:
+        made.append(make(pair, count))
+        return made[-1]
+
+    monkeypatch.setattr(between._Pair, "_plan", noted)
+    for kib in range(9200, 10300, 100):
+        choose_plan(
+            profile, limit(kib << 10), machine(), tiers=(), splits_allowed=False, clips_norm=True, staging_bytes=0
+        )
+    segments = [plan for plan in made if any(call.joins_previous for call in plan.calls)]
+    assert any({call.saved for call in plan.calls} >= {Saved.SELECT, Saved.RECOMPUTE} for plan in segments)
+    for plan in segments:
+        check_schedule(build_step(plan, profile, clips_norm=True), plan, profile, clips_norm=True)
 
 
 @pytest.mark.parametrize("shares", [(5, 3, 7, 4, 10), (3, 10, 4, 7, 5)])

@@ -62,10 +62,13 @@ class JudgesAhead:
         self._first = first
         self._question = first.question
         self.by_ahead = {Ahead.said_by(first.frame): first}
+        # The least seconds of so many plans, under the question of now.
+        self._known: tuple[int, float] = 0, math.inf
 
     def within(self, question: PlanQuestion) -> None:
         """Asks with another limit from now on."""
         self._question = question
+        self._known = 0, math.inf
         for judge in self.by_ahead.values():
             judge.within(question)
 
@@ -84,7 +87,11 @@ class JudgesAhead:
     @property
     def best_s(self) -> float:
         """Seconds of the best mixture that fits, as they are compared by; infinite: none does."""
-        return min((judged.built.weighed_s for judged in self.judged if self._is_taken(judged)), default=math.inf)
+        count = sum(judge.calls for judge in self.by_ahead.values())
+        if count != self._known[0]:
+            taken = (judged.built.weighed_s for judged in self.judged if self._is_taken(judged))
+            self._known = count, min(taken, default=math.inf)
+        return self._known[1]
 
     @property
     def best(self) -> tuple[Ahead, Judged]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from memfit.core.plan import CallPlan, Plan
 from memfit.planning.candidates import Candidate
-from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, bound_between, price
+from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price
 
 
 def may_be_between(question: PlanQuestion) -> bool:
@@ -91,6 +91,7 @@ class _Pair:
         self._apart = [index for index, (one, other) in enumerate(self._calls) if one != other]
         # The most that is known to fit, and the least that is known not to.
         self._most, self._too_many = 0, len(self._apart)
+        self._bounds_s: dict[int, float] = {}
 
     @property
     def is_left(self) -> bool:
@@ -99,23 +100,35 @@ class _Pair:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no plan that is left takes less than, as plans are compared by."""
-        return bound_between(self._plan(self._most + 1), self._plan(self._too_many - 1), self._question)
+        """Seconds that no plan that is left takes less than, as plans are compared by. Of all of
+        them: what calls spare differs from kind to kind.
+        """
+        return min(map(self._bound_s, range(self._most + 1, self._too_many)))
 
     def build(self, index: int) -> BuiltCandidate:
         """Builds the plan in the middle of those that are left."""
         count = (self._most + self._too_many) // 2
         saved = self._calls[self._apart[-1]][1].saved
         name = f"{self._lean.candidate.name}; {saved} in the last {count} of {len(self._apart)} calls"
-        candidate = Candidate(name=name, plan=self._plan(count))
-        found = self._question.build(price(index, candidate, self._question))
+        found = self._question.build(price(index, Candidate(name=name, plan=self._plan(count)), self._question))
         self._most, self._too_many = (count, self._too_many) if found.fits else (self._most, count)
         return found
 
+    def _bound_s(self, count: int) -> float:
+        if count not in self._bounds_s:
+            candidate = Candidate(name="", plan=self._plan(count))
+            self._bounds_s[count] = price(0, candidate, self._question).weighed_bound
+        return self._bounds_s[count]
+
     def _plan(self, count: int) -> Plan:
         last = set(self._apart[-count:])
-        taken = tuple(other if index in last else one for index, (one, other) in enumerate(self._calls))
-        return replace(self._lean.candidate.plan, calls=taken)
+        taken: list[CallPlan] = []
+        for index, (one, other) in enumerate(self._calls):
+            call = other if index in last else one
+            # A segment ends before a call of another policy.
+            is_alone = call.joins_previous and taken[-1].saved is not call.saved
+            taken.append(replace(call, joins_previous=False) if is_alone else call)
+        return replace(self._lean.candidate.plan, calls=tuple(taken))
 
 
 def _apart_from_policies(plan: Plan) -> tuple[Any, ...]:

@@ -347,21 +347,6 @@ def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     return replace(of_blocks, work_s=work_s + of_blocks.work_s)
 
 
-def bound_between(one: Plan, other: Plan, question: PlanQuestion) -> float:
-    """Bounds the seconds, as plans are compared by, of all plans between two that differ in how
-    many of some calls follow one policy and not another: each load grows with that number or falls.
-    """
-    ends = [loads_of(plan, question) for plan in (one, other)]
-    links = {queue for loads in ends for queue in loads.moved_s}
-    least_s = max(
-        min(loads.work_s for loads in ends),
-        min(loads.host_s for loads in ends),
-        *(min(loads.moved_s.get(queue, 0.0) for loads in ends) for queue in links),
-    )
-    least_s += min(commit_seconds(plan, question.profile, question.hardware, question.commits) for plan in (one, other))
-    return weighed_seconds(least_s, regroups=all(regroups_sums(plan, question.profile) for plan in (one, other)))
-
-
 def _loads_of_blocks(plan: Plan, question: PlanQuestion, shape: StepShape) -> Loads:
     """Adds up what blocks bring."""
     moved_s: dict[tuple[Tier, str], float] = {}

@@ -47,17 +47,23 @@ class GivenTokens:
 
 
 class UpdatePipelines:
-    """Updates that are waited for by later ones: the last that took its turn behind all others, and
-    the last that an accelerator makes. See [Note: what goes first] in `homes.updates`.
+    """Updates that are waited for by later ones: the last that took its turn behind all others, the
+    last that an accelerator makes, and the last that is both. See [Note: what goes first] in
+    `homes.updates`.
     """
 
     def __init__(self) -> None:
         self._in_turn: tuple[Token, ...] = ()
         self._by_device: tuple[Token, ...] = ()
+        self._both: tuple[Token, ...] = ()
 
-    def join(self, update: Token, *, takes_turns: bool, on_host: bool) -> tuple[Token, ...]:
-        """Puts an update behind those of its pipelines; returns them."""
+    def join(self, update: Token, *, takes_turns: bool, on_host: bool) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
+        """Puts an update behind those of its pipelines; returns them, and what must have ended
+        before it begins.
+        """
         before = (*(self._in_turn if takes_turns else ()), *(() if on_host else self._by_device))
+        ended = () if takes_turns else self._both
         self._in_turn = (update,) if takes_turns else self._in_turn
         self._by_device = self._by_device if on_host else (update,)
-        return tuple(dict.fromkeys(before))
+        self._both = (update,) if takes_turns and not on_host else self._both
+        return tuple(dict.fromkeys(before)), ended

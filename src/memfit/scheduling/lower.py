@@ -352,7 +352,7 @@ class _Lowering:
             ("traffic", is_visiting, self._device),
             lambda: update_traffic(plan, profile, block, is_visiting=is_visiting, device=self._device),
         )
-        draft.after = [*self._tokens.waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
+        draft.after = (*self._tokens.waits(_ACCUMULATE, block), *self._turn_before.get(block, ()))
         # What the host's cores work on comes to host memory and goes no further.
         way = Transfer if on_host else draft.way
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
@@ -360,7 +360,8 @@ class _Lowering:
                 draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain, draft.gives = False, self._tokens.of_block(_UPDATE, block)
         takes_turns = self._line.pieces.takes_turns(block)
-        draft.behind = self._pipelines.join(draft.gives, takes_turns=takes_turns, on_host=on_host)
+        draft.behind, ended = self._pipelines.join(draft.gives, takes_turns=takes_turns, on_host=on_host)
+        draft.after += ended
         work = known("work", lambda: work_amounts.update_work(plan, profile, block))
         if on_host:
             draft.host_work = work
