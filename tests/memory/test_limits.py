@@ -121,8 +121,8 @@ def test_a_plan_fits_beside_what_is_held_when_it_has_been_chosen(
     peaks: list[int] = []
     choose = deciding._choose
 
-    def choose_and_grow(setup: Any, sample: Any, found: Profile, budget: Budget, **options: Any) -> Any:
-        chosen = choose(setup, sample, found, budget, **options)
+    def choose_and_grow(setup: Any, sample: Any, found: Profile, budget: Budget, *kept: Any, **options: Any) -> Any:
+        chosen = choose(setup, sample, found, budget, *kept, **options)
         peaks.append(chosen.found.timeline.peak_bytes)
         if not grown:
             assert budget.tensor_bytes is not None
