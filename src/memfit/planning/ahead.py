@@ -87,7 +87,7 @@ class JudgesAhead:
     @property
     def best_s(self) -> float:
         """Seconds of the best mixture that fits, as they are compared by; infinite: none does."""
-        count = sum(judge.calls for judge in self.by_ahead.values())
+        count = sum(len(judge.judged) for judge in self.by_ahead.values())
         if count != self._known[0]:
             taken = (judged.built.weighed_s for judged in self.judged if self._is_taken(judged))
             self._known = count, min(taken, default=math.inf)
