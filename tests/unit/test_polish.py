@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +92,7 @@ def test_the_best_of_all_is_as_fast_as_any_and_has_the_fewest_bytes() -> None:
         for order in judge.costs:
             judge(mixture(order))
     judges: Any = JudgesAhead.__new__(JudgesAhead)
-    judges._question = first.question
+    judges._question, judges._known = first.question, (0, math.inf)
     ways = [Ahead(prefetch=k, backlog=1) for k in (1, 2)]
     judges.by_ahead = dict(zip(ways, (first, second), strict=True))
     ahead, found = judges.best
