@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/clock.py --probe --seed 1 7 --out benchmarks/results/clock.json   # 36 cases and the probe: a quarter of an hour
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
-    .venv/bin/python benchmarks/clock.py --probe --limits 6 --out benchmarks/results/clock-limits.json   # 48 cases: a quarter of an hour
+    .venv/bin/python benchmarks/clock.py --probe --limits 6 --out benchmarks/results/clock-limits.json   # 48 cases: three quarters of an hour
 
 Each case is a process of its own: a given plan, random weights and data, ten steps. Measured are seconds of the processor where a step computes
 and of the clock where it waits for a disk: the processor seconds of the main thread and of updates beside it, and its own waits, but for what

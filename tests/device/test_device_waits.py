@@ -597,7 +597,7 @@ HOMES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
     "kinds",

@@ -27,6 +27,7 @@ from typing import Any
 
 from memfit.core.plan import CallPlan, Plan
 from memfit.planning.candidates import Candidate
+from memfit.planning.mixed_units import joined_to
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price
 
 
@@ -125,9 +126,7 @@ class _Pair:
         taken: list[CallPlan] = []
         for index, (one, other) in enumerate(self._calls):
             call = other if index in last else one
-            # A segment ends before a call of another policy.
-            is_alone = call.joins_previous and taken[-1].saved is not call.saved
-            taken.append(replace(call, joins_previous=False) if is_alone else call)
+            taken.append(joined_to(taken[-1] if taken else CallPlan(), call))
         return replace(self._lean.candidate.plan, calls=tuple(taken))
 
 

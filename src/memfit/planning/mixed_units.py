@@ -61,6 +61,14 @@ def find_units(profile: Profile) -> Units:
     return Units(calls=calls, blocks=tuple(own[call] for call in calls), ends=tuple(groups))
 
 
+def joined_to(before: CallPlan, call: CallPlan) -> CallPlan:
+    """Returns a call's policy behind another one's: a segment ends before a call of another
+    policy.
+    """
+    is_alone = call.joins_previous and before.saved is not call.saved
+    return replace(call, joins_previous=False) if is_alone else call
+
+
 def mixed_plan(frame: Plan, profile: Profile, units: Units, mixture: Mixture) -> Plan:
     """Returns the plan of a mixture.
 
@@ -75,10 +83,7 @@ def mixed_plan(frame: Plan, profile: Profile, units: Units, mixture: Mixture) ->
     written = profile.written_blocks
     for index, policy in zip(units.calls, mixture.policies, strict=True):
         if may_have(trace.calls[index], policy, written):
-            # A segment ends before a call that cannot have its policy.
-            is_joined = policy.joins_previous and policies[index - 1].saved is policy.saved
-            is_alone = policy.joins_previous and not is_joined
-            policies[index] = replace(policy, joins_previous=False) if is_alone else policy
+            policies[index] = joined_to(policies[index - 1], policy)
     wanted: dict[str, BlockPlan] = {}
     groups = zip((*units.blocks, *units.ends), (*mixture.homes, *mixture.ends), strict=True)
     for names, homes in groups:

@@ -231,6 +231,7 @@ class Clock:
         if is_beside:
             # Its own pieces come behind all that their links were given before.
             reads = _read_in_pieces(operation)
+            # One thread makes those of the host as well, and waits for files itself.
             before = self._host_free_s if _uses_files(transfers) else 0.0
             fed = max([begin, before, *(self._free_s.get((tier, "read"), 0.0) for tier in reads)])
         # By direction: when what it moves to and from host memory is through.
