@@ -84,11 +84,11 @@ def traced_once(name: object, known: Traces = _known) -> Iterator[None]:
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
         checks_repeat: bool = True,
-        counts_python: bool = True,
+        like: Profile | None = None,
     ) -> Profile:
         key = (name, tuple(counts), chunk_tokens, compute)
         if key not in known:
-            how: dict[str, Any] = {"checks_repeat": checks_repeat, "counts_python": counts_python}
+            how: dict[str, Any] = {"checks_repeat": checks_repeat, "like": like}
             traced = trace(problem, batch, counts, chunk_tokens=chunk_tokens, compute=compute, **how)
             known[key] = traced, problem.caches.use
         found, problem.caches.use = known[key]

@@ -14,6 +14,7 @@ from torch import nn
 import memfit
 from equivalence import zoo
 from memfit.api import advise as advice_module
+from memfit.api import choosing
 from memfit.api.advise import Advice, advise
 from memfit.api.choosing_in_room import choose_in_room
 from memfit.core.errors import DoesNotFitError, UsageError
@@ -27,6 +28,7 @@ from memfit.core.tiers import Tier
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
 from memfit.job import described
 from memfit.job.problem import Problem
+from memfit.planning import planner
 from memfit.planning.refusals import Refusal
 
 MACHINE = Hardware(
@@ -89,6 +91,43 @@ def test_ways_to_compute_that_cannot_win_are_not_traced(bf16_speedup: int, monke
     )  # fmt: skip
     assert traced == [(ComputeDtype.GIVEN, False), (ComputeDtype.BFLOAT16, False)]
     assert advice.plan.compute_dtype is (ComputeDtype.GIVEN if bf16_speedup == 1 else ComputeDtype.BFLOAT16)
+
+
+@pytest.mark.parametrize("says", ["nothing", "slower", "as fast"])
+def test_chunks_of_the_loss_are_not_traced_where_room_for_the_logits_would_not_help(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks the loss takes its logits less at most: plans that have so much more room are no slower."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=5000, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    tokens = torch.randint(5000, (4, 64))
+    logits_bytes = 4 * tokens.numel() * config.vocab_size
+    chunks: list[int | None] = []
+    plain, plain_choice = Problem.profile, planner.choose_plan
+
+    def profile(problem: Problem, sample: Any, counts: Any, **ways: Any) -> Any:
+        chunks.append(ways["chunk_tokens"])
+        return plain(problem, sample, counts, **ways)
+
+    def choose_plan(*arguments: Any, more_bytes: int | None = None, **options: Any) -> Any:
+        found = plain_choice(*arguments, **options)
+        if more_bytes is None:
+            return found
+        # The logits, their logarithms and their gradient.
+        assert 3 * logits_bytes <= more_bytes <= 6 * logits_bytes
+        bound_s = {"nothing": 0.0, "slower": 1.3, "as fast": 1.0}[says] * found.timeline.seconds
+        return replace(found, roomier_s=bound_s)
+
+    monkeypatch.setattr(Problem, "profile", profile)
+    monkeypatch.setattr(choosing, "choose_plan", choose_plan)
+    # Less than what is kept takes, so that what plans take at least whatever they hold says little.
+    advise(
+        model, torch.optim.AdamW(model.parameters()), lambda m, x: m(input_ids=x, labels=x).loss, tokens,
+        limit="94MiB", hardware="rtx-4090",
+    )  # fmt: skip
+    assert len(chunks) == (1 if says == "slower" else 2)
 
 
 def test_a_given_plan_is_priced_in_its_own_dtype() -> None:

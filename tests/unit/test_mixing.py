@@ -246,7 +246,7 @@ def of_whole_batches(layers: int) -> Profile:
 def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones() -> None:
     profile, hardware = of_whole_batches(3), card()
     budget = Budget(limit_bytes=int(1.8 * GIB))
-    alike = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,), mixes_below=0.0)
+    alike = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,), others_s=0.0)
     mixed = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
     assert mixed == choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
     assert mixed.bound_s is not None and mixed.bound_s <= mixed.timeline.seconds * (1 + 1e-9)
@@ -255,6 +255,33 @@ def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones() -> None:
     check_schedule(mixed.schedule, mixed.plan, profile)
     step = lower(build_step(mixed.plan, profile, clips_norm=False), mixed.plan, profile, device="card")
     assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= 1.8 * GIB
+
+
+def test_mixtures_are_looked_for_where_they_may_beat_another_way_to_compute() -> None:
+    profile, hardware = of_whole_batches(6), card()
+    asked: dict[str, Any] = {"tiers": (Tier.HOST,)}
+    budget = Budget(limit_bytes=int(2.4 * GIB))
+    alone = choose_plan(profile, budget, hardware, **asked)
+    alike = choose_plan(profile, budget, hardware, others_s=0.0, **asked)
+    assert alone.bound_s is not None and alone.weighed_s < alike.weighed_s
+    # Beaten by a hair, it is told all the same; by as much, it is found, and its bound is not asked for.
+    assert choose_plan(profile, budget, hardware, others_s=alone.weighed_s * (1 + 1e-9), **asked) == alone
+    equal = choose_plan(profile, budget, hardware, others_s=alone.weighed_s, **asked)
+    assert equal.plan == alone.plan and equal.bound_s is None
+    # What no mixture is faster than, none is looked for against.
+    hopeless = choose_plan(profile, budget, hardware, others_s=0.9 * alone.least_s, **asked)
+    assert hopeless.plan == alike.plan and hopeless.built < alone.built / 2
+
+
+@pytest.mark.parametrize("more_bytes", [0, GIB // 4, GIB])
+def test_what_is_told_of_more_room_no_plan_there_is_faster_than(more_bytes: int) -> None:
+    profile, hardware = of_whole_batches(6), card()
+    for limit in (int(1.2 * GIB), int(1.6 * GIB)):
+        told = choose_plan(
+            profile, Budget(limit_bytes=limit), hardware, tiers=(Tier.HOST,), more_bytes=more_bytes
+        ).roomier_s
+        there = choose_plan(profile, Budget(limit_bytes=limit + more_bytes), hardware, tiers=(Tier.HOST,))
+        assert told is not None and 0 < told <= there.timeline.seconds
 
 
 @settings(max_examples=1, deadline=None)
@@ -284,9 +311,9 @@ def test_of_210_pairs_of_limits_the_larger_is_never_slower(data: st.DataObject) 
         host_updates=data.draw(st.sampled_from([5e8, 2e9])),
     )
     tiers = data.draw(st.sampled_from([(Tier.HOST,), TIERS]))
-    alone = choose_plan(profile, Budget(limit_bytes=1 << 42), hardware, tiers=tiers, mixes_below=0.0)
+    alone = choose_plan(profile, Budget(limit_bytes=1 << 42), hardware, tiers=tiers, others_s=0.0)
     with pytest.raises(DoesNotFitError) as refused:
-        choose_plan(profile, Budget(limit_bytes=1), hardware, tiers=tiers, mixes_below=0.0)
+        choose_plan(profile, Budget(limit_bytes=1), hardware, tiers=tiers, others_s=0.0)
     least, most = refused.value.smallest_limit_bytes or 0, alone.timeline.peak_bytes
     parts = sorted(data.draw(st.lists(st.floats(0.0, 1.0), min_size=7, max_size=7, unique=True)))
     limits = [round(least + part * (most - least)) for part in parts]
@@ -358,9 +385,7 @@ def test_of_200_pairs_of_permissions_the_further_is_never_slower(data: st.DataOb
         host_updates=data.draw(st.sampled_from([5e8, 2e9])),
     )
     with pytest.raises(DoesNotFitError) as refused:
-        choose_plan(
-            profile, Budget(limit_bytes=1), hardware, tiers=TIERS, mixes_below=0.0, compute=ComputeDtype.BFLOAT16
-        )
+        choose_plan(profile, Budget(limit_bytes=1), hardware, tiers=TIERS, others_s=0.0, compute=ComputeDtype.BFLOAT16)
     least = refused.value.smallest_limit_bytes or 0
     parts = data.draw(st.lists(st.floats(0.9, 3.0), min_size=5, max_size=5))
     check_permissions(
@@ -380,7 +405,7 @@ def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[fl
 def test_plans_without_room_beside_the_device_are_none_that_may_fit() -> None:
     """Where only microbatches fit, nothing is said of plans that would go to a host without room."""
     profile = gpt_profile(layers=2, width=512, tokens=2048, batch_rows=4, rows=(4, 2, 1), vocabulary=4096)
-    asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: 1 << 20}, "mixes_below": 0.0}
+    asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: 1 << 20}, "others_s": 0.0}
     smallest: dict[str, int] = {}
     for numerics in ("auto", "exact"):
         with pytest.raises(DoesNotFitError) as refused:
@@ -398,10 +423,10 @@ def test_a_mixed_plan_is_found_where_no_uniform_one_fits() -> None:
     states = sum(profile.resting_state_bytes(block.name) for block in profile.blocks)
     asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: states // 2}}
     with pytest.raises(DoesNotFitError) as refused:
-        choose_plan(profile, Budget(limit_bytes=1), card(), mixes_below=0.0, **asked)
+        choose_plan(profile, Budget(limit_bytes=1), card(), others_s=0.0, **asked)
     limit = (refused.value.smallest_limit_bytes or 0) - states // 8
     with pytest.raises(DoesNotFitError):
-        choose_plan(profile, Budget(limit_bytes=limit), card(), mixes_below=0.0, **asked)
+        choose_plan(profile, Budget(limit_bytes=limit), card(), others_s=0.0, **asked)
     choice = choose_plan(profile, Budget(limit_bytes=limit), card(), **asked)
     check_schedule(choice.schedule, choice.plan, profile)
     assert choice.timeline.peak_bytes <= limit and choice.timeline.peak_in(Tier.HOST) <= states // 2
@@ -421,7 +446,7 @@ def test_the_smallest_limit_that_a_refusal_names_is_one_of_mixed_plans_too(host_
         assert ("layers alike" in str(refused.value)) == bool(more)
         return refused.value.smallest_limit_bytes or 0
 
-    named, of_uniform = smallest(1), smallest(1, mixes_below=0.0)
+    named, of_uniform = smallest(1), smallest(1, others_s=0.0)
     assert named <= of_uniform and (named < of_uniform) == (host_states < 1)
     choice = choose_plan(profile, Budget(limit_bytes=named, reserve_bytes=64 << 20), card(), **asked)
     check_schedule(choice.schedule, choice.plan, profile)

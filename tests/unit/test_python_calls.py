@@ -8,12 +8,14 @@ import sys
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import memfit
 from memfit.core.profile import TraceProfile
 from memfit.core.work_kinds import WorkKind
+from memfit.profiling import trace, trace_run
 from memfit.profiling.blocks import find_blocks
 from memfit.profiling.python_calls import with_python_of
 from memfit.profiling.trace import profile_step
@@ -104,6 +106,42 @@ def test_a_later_batch_takes_what_an_earlier_one_counted() -> None:
     uncounted = profile_step(model, loss, torch.ones(5, 8), blocks, checks_repeat=False, counts_python=False)
     assert sum(counted(uncounted.traces[5])) == 0
     assert with_python_of(uncounted, earlier) == again
+
+
+class RowByRow(nn.Module):
+    """Calls functions, and operations, as often as there are rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: list[torch.Tensor] = []
+        for row in x:
+            looked_at(row)
+            rows.append(torch.relu(row))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("is_row_by_row", [False, True], ids=["alike", "row-by-row"])
+def test_further_sizes_are_told_what_one_size_counted_unless_they_call_other_operations(
+    monkeypatch: pytest.MonkeyPatch, is_row_by_row: bool
+) -> None:
+    model = nn.Sequential(Looking(CALLS), RowByRow() if is_row_by_row else Looking(2 * CALLS))
+    blocks = find_blocks(model)
+    sizes = (2, 4, 16)
+    apart = {
+        rows: profile_step(model, loss, torch.ones(rows, 8), blocks, rows=(rows,), checks_repeat=False).traces[rows]
+        for rows in sizes
+    }
+    counting: list[bool] = []
+    plain = trace_run.run_traced
+
+    def run_traced(setting: Any, *arguments: Any, **options: Any) -> Any:
+        counting.append(setting.counts_python)
+        return plain(setting, *arguments, **options)
+
+    monkeypatch.setattr(trace, "run_traced", run_traced)
+    together = profile_step(model, loss, torch.ones(16, 8), blocks, rows=sizes, checks_repeat=False).traces
+    assert {rows: counted(one) for rows, one in together.items()} == {rows: counted(one) for rows, one in apart.items()}
+    assert counting == [True, *((False, True) * 2 if is_row_by_row else (False, False))]
+    assert (counted(together[16]) != counted(together[2])) is is_row_by_row
 
 
 class Held:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from torch import nn
-
+from memfit.api.loss_chunks import bytes_of_loss, chunk_tokens, seconds_of_loss
 from memfit.batches.splitting import checked_rows
 from memfit.core.accumulation import accumulated
 from memfit.core.errors import DoesNotFitError, UnsupportedError
@@ -29,9 +28,9 @@ from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.rates import at_rates_of_smaller, in_dtype
 from memfit.core.state_formats import StateFormat
-from memfit.core.units import MIB, format_bytes, format_seconds
+from memfit.core.units import format_bytes, format_seconds
 from memfit.core.work_kinds import summed
-from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
+from memfit.huggingface.causal_loss import LossNotChunkedError, knows_loss
 from memfit.job.described import PlannedMachine
 from memfit.job.few_bits import STATE_FORMATS, with_frozen
 from memfit.job.machine import library_bytes_to_come
@@ -46,9 +45,6 @@ from memfit.store import Durability
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.
 _SURELY_LESS = 0.8
-# Mixed plans are looked for in a way to compute whose best uniform plan takes at most so many times
-# what the best of other ways takes: they were at most twice as fast, and mostly a fifth.
-_MAY_STILL_WIN = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +241,8 @@ class _Search:
         self.unchanged_s: list[float] = []
         self.untried = ""
         self.traces = Traces()
+        # By dtype: of each format, seconds that no plan with the loss in chunks takes less than.
+        self._chunked_least_s: dict[ComputeDtype, list[float]] = {}
 
     def run(self) -> None:
         """Looks at the ways in the order of their speed, as far as they can still win: a trace of
@@ -258,7 +256,7 @@ class _Search:
             if best_s < _SURELY_LESS * least_s[way]:
                 self.unchanged_s.append(least_s[way])  # may fit, for all that is known
                 break
-            if chunk is not None and any(_leaves_no_gain(choice, compute, best_s) for _, choice in self.choices):
+            if chunk is not None and best_s <= weighed_seconds(self._chunked_s(compute), regroups=True):
                 continue
             self._try_way(way, compute, chunk)
 
@@ -344,11 +342,16 @@ class _Search:
             if frozen is not FrozenFormat.GIVEN and not any(block.encoded for block in profile.blocks):
                 continue
             try:
-                mixes_below = _MAY_STILL_WIN * min((c.found.weighed_s for _, c in self.choices), default=math.inf)
-                found = self._plan(profile, speeds, compute, chunk, states, frozen, mixes_below=mixes_below)
+                others_s = min((c.found.weighed_s for _, c in self.choices), default=math.inf)
+                found = self._plan(profile, speeds, compute, chunk, states, frozen, others_s=others_s)
             except DoesNotFitError as error:
                 self.refusals.append(error)
+                if chunk is None:
+                    self._chunked_least_s.setdefault(compute, []).append(0.0)
                 continue
+            if chunk is None:
+                least_s = max(found.least_s, found.roomier_s or 0.0) - seconds_of_loss(profile, speeds)
+                self._chunked_least_s.setdefault(compute, []).append(least_s)
             if found.unchanged_s is not None:
                 self.unchanged_s.append(found.unchanged_s)
             choice = Choice(
@@ -356,11 +359,18 @@ class _Search:
             )
             self.choices.append((way, choice))
 
+    def _chunked_s(self, compute: ComputeDtype) -> float:
+        """Seconds that no plan with the loss in chunks takes less than, in a dtype: those of plans
+        with the loss whole, of which neither bytes nor seconds of the loss count.
+        """
+        return min(self._chunked_least_s.get(compute, [0.0]))
+
     def _traced(self, compute: ComputeDtype, chunk: int | None) -> Profile:
         key = compute, chunk
         if key not in self.traces:
             counts = self._problem.counts(self._sample)
-            self.traces[key] = self._problem.profile(self._sample, counts, chunk_tokens=chunk, compute=compute)
+            how: dict[str, Any] = {"chunk_tokens": chunk, "compute": compute, "like": self._first}
+            self.traces[key] = self._problem.profile(self._sample, counts, **how)
         return self.traces[key]
 
     def _plan(
@@ -372,13 +382,14 @@ class _Search:
         states: StateFormat,
         frozen: FrozenFormat = FrozenFormat.GIVEN,
         *,
-        mixes_below: float = 0.0,
+        others_s: float = 0.0,
     ) -> PlanChoice:
         wanted, machine = self._wanted, self._machine
         # In another dtype other kernels are compiled, and kept, by libraries that are yet to begin.
         more = max(0, profile.kernel_bytes - self._first.kernel_bytes)
         more = more + library_bytes_to_come(profile.libraries) if machine.counts_process else 0
         budget = replace(self._budget, base_bytes=self._budget.base_bytes + more)
+        may_be_chunked = chunk is None and len(self._chunks()) > 1
         checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
         return choose_plan(
             accumulated(profile) if wanted.has_lines else profile,
@@ -398,18 +409,11 @@ class _Search:
             commits=wanted.commits,
             decided={"loss_chunk_tokens": chunk, "state_format": states, "frozen_format": frozen},
             classic=wanted.classic,
-            mixes_below=mixes_below,
+            others_s=others_s,
+            more_bytes=bytes_of_loss(profile) if may_be_chunked else None,
             compares=wanted.compares,
             costs=self.traces.costs.setdefault((compute, chunk, states, frozen), PlanCosts()),
         )
-
-
-def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:
-    """Tells whether the loss whole in this dtype is so near to the least that any plan takes that
-    chunks of the loss, which regroup sums, cannot gain as much as they must.
-    """
-    is_same = choice.plan.compute_dtype is compute and choice.plan.loss_chunk_tokens is None
-    return is_same and best_s <= weighed_seconds(choice.found.least_s, regroups=True)
 
 
 def _why_regrouped(choice: Choice, unchanged_s: float | None) -> str:
@@ -465,11 +469,3 @@ def _refusal(refusals: Sequence[DoesNotFitError], load_bytes: int, *, varies: bo
     if not isinstance(refusal.refusal, Refusal):
         return refusal
     return replace(refusal.refusal, load_bytes=load_bytes, varies=varies).error()
-
-
-def chunk_tokens(model: nn.Module) -> int:
-    """Tokens whose logits take about 64 MiB in fp32, a power of two of at least 32."""
-    head = known_head(model)
-    assert head is not None, "asked of models whose loss is known"
-    tokens = (64 * MIB) // (4 * head.out_features)
-    return max(32, 1 << max(0, tokens.bit_length() - 1))

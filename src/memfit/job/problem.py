@@ -163,9 +163,8 @@ class Problem:
             like: profile of an earlier batch, whose calls tell what Python these take.
         """
         counts, compute = (plan.microbatches,), plan.compute_dtype
-        how: dict[str, Any] = {"checks_repeat": checks_repeat, "counts_python": like is None}
+        how: dict[str, Any] = {"checks_repeat": checks_repeat, "like": like}
         traced = self.profile(batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute, **how)
-        traced = traced if like is None else with_python_of(traced, like)
         return with_frozen(self.model, self.with_states(traced, compute, plan.state_format), plan.frozen_format)
 
     def profile(
@@ -176,15 +175,17 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
         checks_repeat: bool = True,
-        counts_python: bool = True,
+        like: Profile | None = None,
         suffices: Callable[[Profile], bool] | None = None,
     ) -> Profile:
         """The profile of a batch, with a trace for each of the given numbers of microbatches; with
         that of the whole batch alone where it is said to suffice (see `profile_step`).
 
-        The first one finds out what the model's key-value caches may be.
+        The first one finds out what the model's key-value caches may be. What an earlier one has
+        shown is not looked at again where that is given (`like`): that the program repeats itself,
+        and what Python it calls.
         """
-        how: dict[str, Any] = {"checks_repeat": checks_repeat, "counts_python": counts_python, "suffices": suffices}
+        how: dict[str, Any] = {"checks_repeat": checks_repeat, "like": like, "suffices": suffices}
         traced = partial(self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute, **how)
         if self.caches.is_decided or not asks_for_caches(self.model):
             return traced(self.loss)
@@ -216,7 +217,7 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype,
         checks_repeat: bool,
-        counts_python: bool,
+        like: Profile | None,
         suffices: Callable[[Profile], bool] | None,
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
@@ -229,8 +230,8 @@ class Problem:
         first = FirstOf(loss)
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
-            "parts": parts, "whole_rows": rows, "compute_dtype": compute, "workspaces": self.workspaces, "checks_repeat": checks_repeat,
-            "counts_python": counts_python,
+            "parts": parts, "whole_rows": rows, "compute_dtype": compute, "workspaces": self.workspaces,
+            "checks_repeat": checks_repeat and like is None, "counts_python": like is None,
             "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "program": self.loss, "suffices": None, "smaller": smaller,
         }  # fmt: skip
 
@@ -251,7 +252,7 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
-        return completed(found)
+        return completed(found if like is None else with_python_of(found, like))
 
     def _completed(
         self,

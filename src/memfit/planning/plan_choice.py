@@ -79,6 +79,7 @@ class PlanChoice:
         bound_s: where mixed plans were looked for: seconds of the best mixture of shares of layers
             by the chain program (`planning.widening.MixedPlans`); None: they were not. No proof,
             but how much at most a better search of the same frames would gain.
+        roomier_s: likewise of the mixture program with more bytes on the device; None: not asked.
         classics: techniques of the field on the same question, where they were asked for.
     """
 
@@ -93,6 +94,7 @@ class PlanChoice:
     unchanged_s: float | None
     least_s: float
     bound_s: float | None = None
+    roomier_s: float | None = None
     classics: tuple[ClassicPoint, ...] = ()
 
     @property

@@ -58,6 +58,9 @@ from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
 from memfit.scheduling.sizes import disk_staging_bytes, home_bytes
 
+# Mixed plans are looked for in a way to compute whose best uniform plan takes at most so many times
+# what the best of other ways takes: they were at most twice as fast, and mostly a fifth.
+_MAY_STILL_WIN = 1.3
 # Where nothing fits, the smallest limit that would is looked for among mixed plans in steps of 3 %.
 _BELOW = 0.97
 # Where no uniform plan fits beside the device, from so many times what any takes of it at least.
@@ -83,7 +86,8 @@ def choose_plan(
     commits: float = 0.0,
     decided: Mapping[str, Any] = MappingProxyType({}),
     classic: str | None = None,
-    mixes_below: float = math.inf,
+    others_s: float = math.inf,
+    more_bytes: int | None = None,
     compares: bool = False,
     costs: PlanCosts | None = None,
 ) -> PlanChoice:
@@ -116,8 +120,10 @@ def choose_plan(
         decided: fields of all plans, of which the profile was made: chunks of the loss, the format
             of states.
         classic: name of the only technique that is looked at (`planning.classics`).
-        mixes_below: mixed plans are looked for (`planning.widening`) where the best uniform one
-            takes less than so many seconds; 0: they are not.
+        others_s: seconds, as plans are compared by, of the best plan of another way to compute:
+            mixed plans are looked for (`planning.widening`) where they may still be faster; 0: they
+            are not.
+        more_bytes: of the device, for `PlanChoice.roomier_s`.
         compares: every technique is predicted, for people (`PlanChoice.classics`).
         costs: of plans of this profile, from questions before; they are added to.
 
@@ -150,16 +156,17 @@ def choose_plan(
     if costs is not None and not mixes(question):
         conditions = hardware, clips_norm, question.staging_bytes, commits, checked_rows, scheme
         question = replace(question, costs=costs.under(conditions))
-    return _answer(question, mixes_below=0.0 if classic is not None else mixes_below, compares=compares)
+    others_s = 0.0 if classic is not None else others_s
+    return _answer(question, others_s=others_s, more_bytes=more_bytes, compares=compares)
 
 
-def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> PlanChoice:
+def _answer(question: PlanQuestion, *, others_s: float, more_bytes: int | None, compares: bool) -> PlanChoice:
     priced = price_all(question)
     if question.like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(question.like)]
     priced = [p for p in priced if question.allows(p)]
     least_s = min(p.seconds_bound for p in priced)
-    is_mixing = bool(mixes_below) and mixes(question)
+    is_mixing = bool(others_s) and mixes(question)
     groups = _by_permission(priced) if is_mixing else [priced]
     searches = [UniformSearch(group, question) for group in groups]
     mixed: list[MixedPlans] = []
@@ -169,11 +176,12 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         search.run(patience=UNIFORM_PATIENCE)
         fitting = [b.cost.seconds for b in search.built if b.fits]
         # Also where nothing fits: states, say, may be too many for each tier, and not for all.
-        if min(p.seconds_bound for p in group) < min([mixes_below, *fitting]):
+        if min(p.seconds_bound for p in group) < min([_MAY_STILL_WIN * others_s, *fitting]):
             with without_collections():
-                mixed.append(search_mixed(search, question, indices))
+                mixed.append(search_mixed(search, question, indices, others_s=others_s, more_bytes=more_bytes))
     built = [b for found in mixed for b in found.built]
     bound_s = min((found.bound_s for found in mixed if found.bound_s is not None), default=None)
+    roomier_s = min((found.roomier_s for found in mixed if found.roomier_s is not None), default=None)
     count = sum(found.count for found in mixed) - len(built)
     for search in searches:
         found_s = min(
@@ -207,7 +215,9 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         unchanged_s=_unchanged_seconds(priced, built, [*waiting, *crowded]),
         least_s=least_s,
         bound_s=bound_s,
-        classics=_compared(priced, built, question) if compares else (),
+        roomier_s=roomier_s,
+        # Of a plan that another one beats, nobody reads.
+        classics=_compared(priced, built, question) if compares and best.weighed_s < (others_s or math.inf) else (),
     )
 
 

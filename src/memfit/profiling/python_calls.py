@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.core.profile import Profile, TraceProfile
+from memfit.core.profile import CallProfile, Profile, TraceProfile
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.profiling.records import SegmentRecord
 
@@ -114,30 +114,35 @@ class PythonCalls:
 
 
 def with_python_of(profile: Profile, earlier: Profile) -> Profile:
-    """Returns the profile of a batch whose Python was not counted, with that of an earlier batch: a
-    site's forwards call as much whatever the shapes are. Sites that it did not call get none.
-    """
+    """Returns the profile of a batch whose Python was not counted, with that of an earlier one."""
     told = earlier.traces[max(earlier.traces)]
+    return replace(profile, traces={rows: with_python(trace, told) for rows, trace in profile.traces.items()})
+
+
+def with_python(trace: TraceProfile, told: TraceProfile) -> TraceProfile:
+    """Returns a trace whose Python was not counted, with that of another one: a site's forwards
+    call as much whatever the shapes are. Sites that it did not call get none.
+    """
     by_site: dict[str, list[float]] = {}
     for call in told.calls:
-        by_site.setdefault(call.site, []).append(_python_in(call.forward_work))
-    traces: dict[int, TraceProfile] = {}
-    for rows, trace in profile.traces.items():
-        left = {site: iter(amounts) for site, amounts in by_site.items()}
-        calls = [
-            replace(
-                c,
-                forward_work=_adding(c.forward_work, next(left.get(c.site, iter(())), by_site.get(c.site, [0.0])[-1])),
-            )
-            for c in trace.calls
-        ]
-        prologue = _adding(trace.prologue_work, _python_in(told.prologue_work))
-        traces[rows] = replace(trace, calls=tuple(calls), prologue_work=prologue)
-    return replace(profile, traces=traces)
+        by_site.setdefault(call.site, []).append(_amount(call.forward_work, WorkKind.PYTHON))
+    left = {site: iter(amounts) for site, amounts in by_site.items()}
+    calls: list[CallProfile] = []
+    for call in trace.calls:
+        python = next(left.get(call.site, iter(())), by_site.get(call.site, [0.0])[-1])
+        calls.append(replace(call, forward_work=_adding(call.forward_work, python)))
+    prologue = _adding(trace.prologue_work, _amount(told.prologue_work, WorkKind.PYTHON))
+    return replace(trace, calls=tuple(calls), prologue_work=prologue)
 
 
-def _python_in(work: Work) -> float:
-    return dict(work).get(WorkKind.PYTHON, 0.0)
+def operations_of(trace: TraceProfile) -> list[float]:
+    """Returns the number of operations that the program calls, by segment of forward."""
+    works = [trace.prologue_work, *(call.forward_work for call in trace.calls)]
+    return [_amount(work, WorkKind.OPERATIONS) for work in works]
+
+
+def _amount(work: Work, kind: WorkKind) -> float:
+    return dict(work).get(kind, 0.0)
 
 
 def _adding(work: Work, python: float) -> Work:

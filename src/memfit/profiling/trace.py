@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +41,7 @@ from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.known import KnownOperations
 from memfit.profiling.measuring import Workspaces
+from memfit.profiling.python_calls import operations_of, with_python
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.summary import note_made_once, summarize
 from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes
@@ -167,21 +168,22 @@ def _trace_largest(setting: TraceSetting, rows: int) -> Traced | None:
     """The trace of one size on fake tensors; None where that fails, which a trace of all sizes
     tells.
     """
-    return _trace_more(setting, rows, is_twice=setting.checks_repeat)
+    with suppress(MemfitError, *_FAKE_FAILURES):
+        return _trace_one(setting, rows, is_fake=True, is_twice=setting.checks_repeat)
+    return None
 
 
 def _smaller_ones(setting: TraceSetting, sizes: Iterable[int], beside: Traced) -> list[Traced]:
     """Traces of further sizes; without those that make other calls than the size beside them."""
-    found = [_trace_more(setting, size) for size in sizes]
+    found = [_trace_more(setting, size, beside) for size in sizes]
     calls = [(call.site, call.blocks) for call in beside.profile.calls]
     return [one for one in found if one and [(call.site, call.blocks) for call in one.profile.calls] == calls]
 
 
-def _trace_more(setting: TraceSetting, rows: int, *, is_twice: bool = False) -> Traced | None:
-    try:
-        return _trace_one(setting, rows, is_fake=True, is_twice=is_twice)
-    except (MemfitError, *_FAKE_FAILURES):
-        return None
+def _trace_more(setting: TraceSetting, rows: int, told: Traced) -> Traced | None:
+    with suppress(MemfitError, *_FAKE_FAILURES):
+        return _trace_beside(setting, rows, told)
+    return None
 
 
 def _trace_sizes(
@@ -235,11 +237,25 @@ def _trace_sizes(
 
 def _trace_fake(setting: TraceSetting, sizes: Sequence[int], largest: Traced | None = None) -> list[Traced]:
     """Traces on fake tensors, the first of them twice where that is asked."""
-    if largest is not None:
-        return [*(_trace_one(setting, size, is_fake=True, is_twice=False) for size in sizes[:-1]), largest]
-    return [
-        _trace_one(setting, size, is_fake=True, is_twice=setting.checks_repeat and size == sizes[0]) for size in sizes
-    ]
+    known = {} if largest is None else {sizes[-1]: largest}
+    if not known:
+        known[sizes[0]] = _trace_one(setting, sizes[0], is_fake=True, is_twice=setting.checks_repeat)
+    told = next(iter(known.values()))
+    for size in sizes:
+        if size not in known:
+            known[size] = _trace_beside(setting, size, told)
+    return [known[size] for size in sizes]
+
+
+def _trace_beside(setting: TraceSetting, rows: int, told: Traced) -> Traced:
+    """The trace of a further size on fake tensors, with the Python that another size has told."""
+    found = _trace_one(replace(setting, counts_python=False), rows, is_fake=True, is_twice=False)
+    if not setting.counts_python:
+        return found
+    if operations_of(found.profile) != operations_of(told.profile):
+        # A loop over rows, say: it calls more functions, too.
+        return _trace_one(setting, rows, is_fake=True, is_twice=False)
+    return replace(found, profile=with_python(found.profile, told.profile))
 
 
 def _trace_real(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
