@@ -7,7 +7,10 @@ A Llama of transformers (fp32, plain SGD, so that activations are most of what i
 torch.compile with that budget and by memfit under a limit that leaves about as many bytes to tensors as torch's step took. memfit has no disk here and
 `numerics="exact"`, so that all it can do is keep, select or recompute, call by call; its arithmetic is eager and has plain PyTorch's bits.
 
-torch compiles each decoder layer (`--scope block`, as torchtitan does it) or the whole model. The three step in turn, each in a process of its own;
+A third job of memfit's may compile its blocks (`compile="blocks"`), which rounds as torch's does. A first job of it compiles in the same process,
+so that its limit, too, is set beside what the compiler has left there.
+
+torch compiles each decoder layer (`--scope block`, as torchtitan does it) or the whole model. All step in turn, each in a process of its own;
 peaks of tensors are counted by memfit's allocator under all of them. Processes: what each holds at most, above what it held when it had imported
 what it needs: compiled code, and what the compiler itself leaves behind, are in torch's.
 """
@@ -74,10 +77,18 @@ def _measured(plain: common.Worker, how: Mapping[str, str], budget: float, round
     with common.Worker(__file__, f"torch {budget}", {"way": "torch", "budget": budget, **how}) as torchs:
         compile_cpu_s = torchs.step().cpu_s
         target = torchs.step().live_peak_bytes
-        with common.Worker(__file__, f"memfit {budget}", {"way": "memfit", "tensor_bytes": target}) as ours:
-            steps = common.interleave([plain, torchs, ours], rounds, warm_up=2)
-            row: Row = {"budget": budget, "compile_cpu_s": compile_cpu_s, "policies": ours.hello["policies"]}
-            for name, worker in (("plain", plain), ("torch", torchs), ("memfit", ours)):
+        with (
+            common.Worker(__file__, f"memfit {budget}", {"way": "memfit", "tensor_bytes": target}) as ours,
+            common.Worker(__file__, f"compiled {budget}", {"way": "compiled", "tensor_bytes": target}) as compiled,
+        ):
+            steps = common.interleave([plain, torchs, ours, compiled], rounds, warm_up=2)
+            row: Row = {"budget": budget, "compile_cpu_s": compile_cpu_s}
+            row |= {"policies": ours.hello["policies"], "compiled_policies": compiled.hello["policies"]}
+            row |= {
+                "compiled_microbatches": compiled.hello["microbatches"],
+                "blocks_compiled": compiled.hello["compiled"],
+            }
+            for name, worker in (("plain", plain), ("torch", torchs), ("memfit", ours), ("compiled", compiled)):
                 found = steps[worker.name]
                 row[name] = {
                     "tensor_peak_bytes": max(step.live_peak_bytes or 0 for step in found),
@@ -91,21 +102,22 @@ def _measured(plain: common.Worker, how: Mapping[str, str], budget: float, round
 
 def _table(rows: list[Row]) -> str:
     heads = ["budget", *(f"torch: {what}" for what in ("tensors, MiB", "CPU of plain", "process, MiB"))]
-    heads += [
-        *(f"memfit: {what}" for what in ("tensors, MiB", "CPU of plain", "process, MiB")),
-        "keep, select, recompute",
-    ]
+    for side in ("memfit", "compiled"):
+        heads += [f"{side}: {what}" for what in ("tensors, MiB", "CPU of plain", "process, MiB")]
+        heads.append("keep, select, recompute")
     lines: list[list[object]] = []
     for row in rows:
         line: list[object] = [row["budget"]]
-        for side in ("torch", "memfit"):
+        for side, policies in (("torch", None), ("memfit", "policies"), ("compiled", "compiled_policies")):
             found = row[side]
             line += [
                 common.mib(found["tensor_peak_bytes"]),
                 f"{found['cpu_ratio']:.2f}",
                 common.mib(found["process_bytes"]),
             ]
-        lines.append([*line, ", ".join(str(row["policies"].get(name, 0)) for name in ("keep", "select", "recompute"))])
+            if policies is not None:
+                line.append(", ".join(str(row[policies].get(name, 0)) for name in ("keep", "select", "recompute")))
+        lines.append(line)
     found = rows[-1]["plain"]
     told = f"plain: tensors {common.mib(found['tensor_peak_bytes'])} MiB, {found['cpu_s']:.2f} CPU-s a step"
     return common.table(heads, lines) + "\n" + told
@@ -144,18 +156,28 @@ def _work(request: Mapping[str, Any]) -> None:
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
     batch = common.token_batch(ROWS, TOKENS, WORDS, seed=0)
-    if request["way"] == "memfit":
+    if request["way"] in ("memfit", "compiled"):
+        how: dict[str, Any] = {"disk_limit": 0, "numerics": "exact"}
+        if request["way"] == "compiled":
+            how = {"disk_limit": 0, "compile": "blocks"}
+            with memfit.fit(model, optimizer, _loss, batch, limit="8GiB", **how) as first:
+                first.step(batch)
+            del first
         limit = (
             ProcessMeter().resident_bytes().whole_bytes
-            - allocator.stats().live_bytes
+            - allocator.stats().mapped_bytes
             + request["tensor_bytes"]
             + BESIDE_TENSORS_BYTES
         )
-        job = memfit.fit(model, optimizer, _loss, batch, limit=limit, disk_limit=0, numerics="exact")
+        job = memfit.fit(model, optimizer, _loss, batch, limit=limit, **how)
         calls = [*job.plan.calls, *[CallPlan()] * LAYERS][: max(LAYERS, len(job.plan.calls))]
         policies = [str(call.saved) for call in calls]
-        assert job.plan.microbatches == 1
-        hello = {"imports_bytes": imports, "policies": {name: policies.count(name) for name in set(policies)}}
+        hello = {
+            "imports_bytes": imports,
+            "policies": {name: policies.count(name) for name in set(policies)},
+            "microbatches": job.plan.microbatches,
+            "compiled": len(job.profile.compiled),
+        }
         common.serve(hello, {"step": lambda: common.measured_job_step(job, batch)})
         return
     if request["way"] == "torch":

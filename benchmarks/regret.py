@@ -29,7 +29,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning import widening
+from memfit.planning import frame_search, widening
 from memfit.planning.ahead import Ahead
 from memfit.planning.candidates import Candidate, MasterForms
 from memfit.planning.mixed_units import Mixture, find_units, mixed_plan
@@ -107,15 +107,14 @@ def search(profile: Profile, layers: int, prefetch: int, limit: int) -> tuple[fl
     listed = [price(i, Candidate(name=str(i), plan=plan), asked) for i, plan in enumerate(alike)]
     known = UniformSearch(listed, asked)
     known.run()
+    frames = {"find_units": lambda _: units, "AHEAD": Ahead(prefetch=prefetch, backlog=1)}
     menus = {
-        "find_units": lambda _: units,
         "list_homes": lambda _: HOMES_OF[layers],
         "list_policies": lambda *_: POLICIES,
-        "AHEAD": Ahead(prefetch=prefetch, backlog=1),
         "BUFFERS_AHEAD": (prefetch,),
         "BACKLOGS": (1,),
     }
-    with mock.patch.multiple(widening, **menus):
+    with mock.patch.multiple(widening, **frames), mock.patch.multiple(frame_search, **menus):
         found = widening.search_mixed(known, asked, itertools.count(len(listed)))
     fitting = [built.cost.seconds for built in (*known.built, *found.built) if built.fits]
     return min(fitting), found.count + len(known.built)

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 import memfit
-from memfit.core.compiled_calls import CompiledShare, at_shares
+from memfit.allocator import install
+from memfit.core.compiled_calls import CompiledBytes, CompiledShare, at_shares
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
+from memfit.core.tiers import Tier
 from memfit.job import compiled_blocks
+from memfit.job.block_costs import BlockCost
+from memfit.prediction.predict import predict
+from memfit.scheduling.lower import lower
+from memory.measured_steps import Interval, measure_step
 from unit.profiles import gpt_profile
 
 WIDTH, ROWS = 16, 6
+# What is aligned, and numbers.
+SLACK_BYTES = 1 << 14
 
 
 class Layer(nn.Module):
     """Point-wise operations behind a product."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, *, scale: float) -> Tensor:
         return hidden + scale * torch.tanh(functional.gelu(self.mix(hidden)) + 1.0)
@@ -128,11 +140,17 @@ def test_a_run_that_goes_on_with_other_blocks_compiled_says_so(tmp_path: Path) -
 
 
 def test_what_gains_nothing_or_takes_more_memory_stays_plain() -> None:
-    cost = compiled_blocks.BlockCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, peak_bytes=200)
+    cost = BlockCost(
+        forward_s=1.0,
+        backward_s=2.0,
+        saved_bytes=100,
+        forward_peak_bytes=150,
+        backward_peak_bytes=100,
+    )
     why_not = compiled_blocks._why_not
     assert not why_not(cost, replace(cost, backward_s=1.9))
     assert "too little" in why_not(cost, replace(cost, backward_s=1.95))
-    for more in ({"saved_bytes": 101}, {"peak_bytes": 201}):
+    for more in ({"saved_bytes": 101}, {"forward_peak_bytes": 151}, {"backward_peak_bytes": 101}):
         assert "200 B" in why_not(cost, replace(cost, backward_s=1.0, **more))
     one = compiled_blocks.MeasuredClass(
         name="Layer", sites=("a", "b"), plain=cost, compiled=replace(cost, backward_s=1.5), compile_s=10.0
@@ -184,6 +202,148 @@ def test_calls_that_are_compiled_take_their_share_and_are_never_selected() -> No
         assert after.forward_flops == round(before.forward_flops / 2)
         assert after.backward_flops == round(before.backward_flops / 4)
         assert after.held(Saved.SELECT) is None
+
+
+class Wide(nn.Module):
+    """Layers whose point-wise operations keep much more for backward than what compiled ones keep."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.entry = nn.Linear(width, width)
+        self.layers = nn.ModuleList([Layer(width) for _ in range(5)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.entry(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, scale=0.5)
+        return hidden
+
+
+def intervals_of(plan: Plan, directory: Path) -> tuple[list[Interval], memfit.Profile]:
+    """Trains with compiled blocks, and measures a step action by action; and the profile of the job."""
+    allocator = install()
+    gc.collect()
+    before = allocator.stats().live_bytes
+    torch.manual_seed(0)
+    model, batch = Wide(), torch.randn(1024, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memfit.fit(model, optimizer, loss, batch, plan=plan, compile="blocks", directory=directory) as job:
+        assert "Compiled: 5 blocks Layer" in job.reason
+        timeline = predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0))
+        job.step(batch)
+        return measure_step(job, batch, timeline, allocator, before), job.profile
+
+
+def assert_within_prediction(intervals: list[Interval]) -> None:
+    for i in intervals:
+        assert i.peak_bytes <= i.predicted_peak_bytes + SLACK_BYTES, i
+        assert i.live_bytes <= i.predicted_bytes + SLACK_BYTES, i
+
+
+KEEP, RECOMPUTE = CallPlan(), CallPlan(saved=Saved.RECOMPUTE)
+CALLS = {
+    "keep": [KEEP] * 5,
+    "recompute": [RECOMPUTE] * 5,
+    "mixed": [KEEP, RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE],
+    "offload": [CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)] * 5,
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("without_measuring")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("saved", CALLS)
+def test_compiled_blocks_hold_what_was_measured_of_one(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
+    intervals, profile = intervals_of(Plan(calls=(KEEP, *CALLS[saved])), tmp_path)
+    assert_within_prediction(intervals)
+    peak = max(i.peak_bytes for i in intervals)
+    assert max(i.predicted_peak_bytes for i in intervals) <= 1.1 * peak + SLACK_BYTES
+    model = Wide()
+    plain = memfit.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(1024, 64))
+    kept, kept_plain = ([one.traces[1024].saved_bytes(call) for call in range(1, 6)] for one in (profile, plain))
+    assert kept == [4 * 64 * 1024] * 5, "the product alone"
+    assert kept_plain == [2 * nbytes for nbytes in kept]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_blocks_that_a_compiler_fuses_stay_within_what_is_predicted_of_them(
+    microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of microbatches, plain blocks' bytes are the bound: where neither forward nor backward of the whole sample takes more."""
+    monkeypatch.setattr(compiled_blocks, "MOST_SHARE", math.inf)
+    torch._dynamo.reset()
+    plan = Plan(microbatches=microbatches, calls=(KEEP, *CALLS["mixed"]))
+    assert_within_prediction(intervals_of(plan, tmp_path)[0])
+    torch._dynamo.reset()
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("without_measuring")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    ("limit", "set_by_user", "compiled_with"), [(None, 1.0, 1.0), ("4GiB", 1.0, 0.9), ("4GiB", 0.4, 0.4)]
+)
+def test_compiled_code_keeps_less_where_there_is_a_limit(
+    limit: str | None, set_by_user: float, compiled_with: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        budgets.append(functorch_config.activation_memory_budget)
+        return graph.forward
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", backend)
+    model, optimizer, batch = parts()
+    with (
+        functorch_config.patch(activation_memory_budget=set_by_user),
+        memfit.fit(model, optimizer, loss, batch, limit=limit, compile="blocks") as job,
+    ):
+        job.step(batch)
+        assert functorch_config.activation_memory_budget == set_by_user
+    assert budgets and set(budgets) == {compiled_with}
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_nothing_of_what_was_measured_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "MOST_SHARE", math.inf)
+    torch._dynamo.reset()
+    allocator = install()
+    model, batch = Wide(512), torch.randn(16, 512)
+    for layer in model.layers:
+        vars(layer)["own"] = [layer]  # layers of transformers lie in cycles
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        before = allocator.stats().live_bytes
+        with memfit.fit(model, optimizer, loss, batch, compile="blocks", directory=tmp_path):
+            # The weights of a copied block, and their gradients, are 1 MiB each.
+            assert allocator.stats().live_bytes <= before + 4 * SLACK_BYTES
+    finally:
+        gc.enable()
+    torch._dynamo.reset()
+
+
+def test_measured_bytes_are_those_of_calls_of_the_same_sizes() -> None:
+    profile = gpt_profile(layers=3, batch_rows=2, rows=(2, 1))
+    whole = profile.traces[2]
+    site = next(call for call in whole.calls if call.is_repeated)
+    own = CompiledBytes(saved=whole.saved_bytes(site.index) // 4, forward_peak=1000, backward_peak=800, plain=site)
+    found = at_shares(profile, {site.site: CompiledShare(forward=0.5, backward=0.5, bytes=own)})
+    changed, plain = found.traces[2].calls[site.index], found.traces[1].calls[site.index]
+    freed = whole.saved_bytes(site.index) - found.traces[2].saved_bytes(site.index)
+    assert 0 < freed <= whole.saved_bytes(site.index) - own.saved
+    assert changed.inside_peak_bytes == 1000 and changed.backward_leaves_bytes == site.backward_leaves_bytes + freed
+    assert found.traces[1].storages == profile.traces[1].storages
+    assert plain.forward_peak_bytes == profile.traces[1].calls[site.index].forward_peak_bytes
+    # A compiled call makes what it saves also where nobody keeps it.
+    assert plain.forward_peak(Saved.RECOMPUTE) == plain.forward_peak_bytes
 
 
 def test_layers_that_the_user_compiled_are_not_selected() -> None:

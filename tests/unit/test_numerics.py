@@ -181,7 +181,7 @@ def test_why_a_loss_was_not_tried_in_chunks_is_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Problem, "profile", profile)
     # Chunks are asked for although there is room.
-    monkeypatch.setattr("memfit.api.choosing._leaves_no_gain", lambda *_: False)
+    monkeypatch.setattr("memfit.api.choosing._Search._chunked_s", lambda *_: 0.0)
     monkeypatch.setattr("memfit.api.choosing._SURELY_LESS", 0.0)
     assert language.choose(1 << 34).reason.endswith("The loss was not tried in chunks: a refusal of another kind.")
     assert "in chunks" not in language.choose(1 << 34).reason

@@ -350,8 +350,10 @@ class _Search:
                     self._chunked_least_s.setdefault(compute, []).append(0.0)
                 continue
             if chunk is None:
-                least_s = max(found.least_s, found.roomier_s or 0.0) - seconds_of_loss(profile, speeds)
-                self._chunked_least_s.setdefault(compute, []).append(least_s)
+                # With room to spare sums stay plain PyTorch's: there, nobody looks for what a loss in
+                # chunks computes less.
+                roomier_s = (found.roomier_s or 0.0) - seconds_of_loss(profile, speeds)
+                self._chunked_least_s.setdefault(compute, []).append(max(found.least_s, roomier_s))
             if found.unchanged_s is not None:
                 self.unchanged_s.append(found.unchanged_s)
             choice = Choice(
@@ -360,8 +362,8 @@ class _Search:
             self.choices.append((way, choice))
 
     def _chunked_s(self, compute: ComputeDtype) -> float:
-        """Seconds that no plan with the loss in chunks takes less than, in a dtype: those of plans
-        with the loss whole, of which neither bytes nor seconds of the loss count.
+        """Seconds that plans with the loss in chunks are taken to take at least, in a dtype: those
+        of plans with the loss whole that have room for all, or for the logits.
         """
         return min(self._chunked_least_s.get(compute, [0.0]))
 

@@ -323,7 +323,7 @@ TECHNIQUES = (
         name="compiled blocks",
         exactness=_REORDERED,
         says="{0} blocks run as torch.compile compiles them, which fuses point-wise operations and rounds otherwise inside of them: the bits of plain PyTorch "
-        "with the same layers compiled by `layer.compile()`",
+        "with the same layers compiled by `layer.compile()`, with the same budget of torch's for activations (0.9 where the device has a limit)",
         used=_compiled,
         is_asked_for=True,
     ),

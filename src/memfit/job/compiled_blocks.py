@@ -10,8 +10,15 @@ repeated blocks (equal structure, arguments of equal shapes, of which the same n
 is copied, with random weights, and run forward and backward on random arguments of the sample's
 shapes, plain and compiled in turn; the least seconds of each count. A class is compiled where it
 takes at most `MOST_SHARE` of the plain seconds and neither keeps more for backward nor has a higher
-peak: then the bytes that were traced of the plain block are an upper bound, and a plan that is
-predicted to fit does. Seconds of its calls are priced by the measured shares.
+peak in either: then the bytes that were traced of the plain block are an upper bound, and a plan
+that is predicted to fit does. Seconds of its calls are priced by the measured shares. Bytes are
+those that were measured, where a call has tensors of the sizes that it was measured with (the whole
+sample in its dtype); else, those of plain blocks.
+
+Where the device has a limit, code is compiled that keeps less: with a budget of torch's
+(`torch._functorch.config.activation_memory_budget`) at which it makes what it fuses again in
+backward. A Llama's layer then keeps 17 MiB and not 22, in about the same seconds. A budget that the
+user has set stays.
 
 Compiled code rounds otherwise: the bits are those of plain PyTorch with the same layers compiled by
 `layer.compile()`, and `job.numerics` says so. Not compiled are blocks that draw random numbers
@@ -25,20 +32,19 @@ take them off when it is closed.
 
 from __future__ import annotations
 
-import copy
+import gc
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from memfit import devices
 from memfit.activations.reads import is_compiled
 from memfit.allocator.compiling import find_compiler
 from memfit.batches.cutting import Whole
@@ -46,41 +52,22 @@ from memfit.batches.parts import first_part
 from memfit.checkpoints.checkpointer import stored_compiled
 from memfit.checkpoints.run_state import give_random, take_random
 from memfit.checkpoints.run_store import RunStore
-from memfit.core.compiled_calls import CompiledShare, at_shares, without_selection
+from memfit.core.compiled_calls import CompiledBytes, CompiledShare, at_shares, without_selection
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.units import format_bytes, format_seconds
+from memfit.job.block_costs import BlockCost, GivenCall, copied_block, least_of, note_given, run_block
 from memfit.job.machine import Machine
 from memfit.profiling.blocks import BlockMap, ModuleSite
-from memfit.tensors.trees import tensors_in
 
 BACKEND = "inductor"
 """Backend of torch.compile."""
 MOST_SHARE = 0.97
 """Share of the plain seconds that a compiled block takes at most where it pays."""
+_LEAN = 0.9
+"""Budget of torch.compile's for activations, of what a compiled block keeps without one."""
 _ROUNDS = 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockCost:
-    """One block, forward and backward.
-
-    Attributes:
-        forward_s, backward_s: least seconds of some runs.
-        saved_bytes: kept from forward to backward, without outputs.
-        peak_bytes: above what was there before.
-    """
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    peak_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +80,7 @@ class MeasuredClass:
         plain, compiled: of one of them; None: it was not run.
         compile_s: seconds until it had run compiled for the first time.
         why_not: why it stays plain; empty: it is compiled.
+        calls: as they were traced, by site.
     """
 
     name: str
@@ -101,6 +89,7 @@ class MeasuredClass:
     compiled: BlockCost | None = None
     compile_s: float = 0.0
     why_not: str = ""
+    calls: Mapping[str, CallProfile] = field(default_factory=dict[str, CallProfile])
 
     def in_words(self) -> str:
         """Says what was measured, and decided."""
@@ -144,42 +133,6 @@ class CompiledBlocks:
             f"Not compiled: {'; '.join(plain)}." if plain else "",
         ]
         return " ".join(filter(None, parts)) or "Nothing is compiled: no block is repeated."
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Arguments of a call, described in place of tensors; and the autocast around it."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    autocast: torch.dtype | None
-
-    @property
-    def key(self) -> str:
-        """Equal for calls that one measurement serves."""
-        return repr(pytree.tree_map(_key_of, (self.args, dict(self.kwargs)))) + str(self.autocast)
-
-    def made(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes tensors of the descriptions."""
-
-        def make(leaf: Any) -> Any:
-            return leaf.made(device) if isinstance(leaf, _Described) else leaf
-
-        args, kwargs = pytree.tree_map(make, (self.args, dict(self.kwargs)))
-        return args, kwargs
-
-
-@dataclass(frozen=True)
-class _Described:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def made(self, device: torch.device) -> torch.Tensor:
-        if not self.dtype.is_floating_point:
-            # Zeros are valid places and words; a mask of ones masks nothing.
-            return torch.full(self.shape, self.dtype is torch.bool, dtype=self.dtype, device=device)
-        return torch.randn(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
 def check_compile(asked: str, numerics: str, *, lines: bool, is_alone: bool) -> None:
@@ -255,10 +208,12 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
     check_compiler(machine.device)
     before = take_random()
     try:
-        with machine.phases("compile"):
+        with machine.phases("compile"), _keeping_less(is_lean=machine.limits.device_bytes is not None):
             found = _compile(problem, first_part(sample), machine)
     finally:
         give_random(before)
+        # Copies of blocks, and their gradients, lie in cycles of the compiler's.
+        gc.collect()
     last = machine.phases.last
     shares: dict[str, CompiledShare] = {}
     calls: dict[str, Callable[..., Any]] = {}
@@ -266,14 +221,33 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
     for one in found:
         if one.why_not or one.plain is None or one.compiled is None:
             continue
-        share = CompiledShare(
-            forward=one.compiled.forward_s / one.plain.forward_s,
-            backward=one.compiled.backward_s / one.plain.backward_s,
-        )
-        shares |= dict.fromkeys(one.sites, share)
+        for site in one.sites:
+            taken = one.compiled
+            shares[site] = CompiledShare(
+                forward=taken.forward_s / one.plain.forward_s,
+                backward=taken.backward_s / one.plain.backward_s,
+                bytes=CompiledBytes(
+                    saved=taken.saved_bytes,
+                    forward_peak=taken.forward_peak_bytes,
+                    backward_peak=taken.backward_peak_bytes,
+                    plain=one.calls[site],
+                ),
+            )
         calls |= {name: _compiled(modules[name]) for name in one.sites}
     peak = 0 if last is None or not machine.counts_process else last.process_peak_bytes or 0
     return CompiledBlocks(classes=tuple(found), shares=shares, calls=calls, peak_bytes=peak)
+
+
+@contextmanager
+def _keeping_less(*, is_lean: bool) -> Iterator[None]:
+    """Code that is compiled in the block keeps less for backward, if `is_lean`."""
+    from torch._functorch import config
+
+    if not is_lean or config.activation_memory_budget != 1.0:
+        yield
+        return
+    with config.patch(activation_memory_budget=_LEAN):
+        yield
 
 
 def _compile(problem: Any, sample: Any, machine: Machine) -> list[MeasuredClass]:
@@ -292,17 +266,17 @@ def _compile(problem: Any, sample: Any, machine: Machine) -> list[MeasuredClass]
         if obstacle:
             found.append(MeasuredClass(name=name, sites=names, why_not=obstacle))
             continue
-        found.append(_measured(like, given[like[0].name], machine))
+        found.append(replace(_measured(like, given[like[0].name], machine), calls={n: traced[n] for n in names}))
     return found
 
 
 def _note_calls(
     problem: Any, sample: Any, sites: Sequence[ModuleSite]
-) -> tuple[dict[str, _Given], dict[str, CallProfile]]:
+) -> tuple[dict[str, GivenCall], dict[str, CallProfile]]:
     """Traces the whole sample, and notes what each site is called with."""
-    given: dict[str, _Given] = {}
+    given: dict[str, GivenCall] = {}
     handles = [
-        site.module.register_forward_pre_hook(partial(_note, given, site.name), with_kwargs=True) for site in sites
+        site.module.register_forward_pre_hook(partial(note_given, given, site.name), with_kwargs=True) for site in sites
     ]
     try:
         whole = replace(problem, cut=Whole("its blocks are measured with the whole sample"))
@@ -312,24 +286,6 @@ def _note_calls(
             handle.remove()
     trace = next(iter(profile.traces.values()))
     return given, {call.site: call for call in trace.calls}
-
-
-def _note(
-    found: dict[str, _Given], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _describe, (args, kwargs))
-    found[name] = _Given(args=args, kwargs=kwargs, autocast=autocast)
-
-
-def _describe(tensor: torch.Tensor) -> _Described:
-    return _Described(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-def _key_of(leaf: Any) -> Any:
-    plain = isinstance(leaf, _Described | bool | int | float | str) or leaf is None
-    return leaf if plain else type(leaf).__qualname__
 
 
 def _obstacle(site: ModuleSite, call: CallProfile | None) -> str:
@@ -348,15 +304,15 @@ def _obstacle(site: ModuleSite, call: CallProfile | None) -> str:
     return ""
 
 
-def _measured(like: Sequence[ModuleSite], given: _Given, machine: Machine) -> MeasuredClass:
+def _measured(like: Sequence[ModuleSite], given: GivenCall, machine: Machine) -> MeasuredClass:
     """Runs a copy of one block plain and compiled, in turn."""
     module = like[0].module
     name, names = type(module).__name__, tuple(site.name for site in like)
     try:
-        copied = _copy(module, machine.device)
+        copied = copied_block(module, machine.device)
         compiled = _compiled(copied)
         args, kwargs = given.made(machine.device)
-        run = partial(_run, args=args, kwargs=kwargs, autocast=given.autocast, module=copied, machine=machine)
+        run = partial(run_block, args=args, kwargs=kwargs, autocast=given.autocast, module=copied, machine=machine)
         run(copied)
         began = time.perf_counter()
         with warnings.catch_warnings():
@@ -368,7 +324,7 @@ def _measured(like: Sequence[ModuleSite], given: _Given, machine: Machine) -> Me
     except Exception as error:  # noqa: BLE001, whatever user's code and compilers raise; it is told
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         return MeasuredClass(name=name, sites=names, why_not=f"a copy of it does not run compiled ({reason:.200})")
-    plain, other = (_least([pair[side] for pair in runs]) for side in (0, 1))
+    plain, other = (least_of([pair[side] for pair in runs]) for side in (0, 1))
     return MeasuredClass(
         name=name, sites=names, plain=plain, compiled=other, compile_s=compile_s, why_not=_why_not(plain, other)
     )
@@ -378,7 +334,8 @@ def _why_not(plain: BlockCost, compiled: BlockCost) -> str:
     """Says why what was measured does not pay; empty if it does."""
     if compiled.seconds > MOST_SHARE * plain.seconds:
         return "that gains too little"
-    if compiled.saved_bytes > plain.saved_bytes or compiled.peak_bytes > plain.peak_bytes:
+    peaks = [(one.saved_bytes, one.forward_peak_bytes, one.peak_in_backward_bytes) for one in (compiled, plain)]
+    if any(mine > others for mine, others in zip(*peaks, strict=True)):
         return f"it takes {format_bytes(compiled.peak_bytes)} at most, and plain {format_bytes(plain.peak_bytes)}"
     return ""
 
@@ -386,62 +343,3 @@ def _why_not(plain: BlockCost, compiled: BlockCost) -> str:
 def _compiled(module: nn.Module) -> Callable[..., Any]:
     """Returns the call that `module.compile()` would put in the place of the module's own."""
     return torch.compile(module._call_impl, backend=BACKEND)  # noqa: SLF001, as `module.compile` does
-
-
-def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copies a block with random weights: its own may be away."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        if made.is_floating_point():
-            made.normal_(0.0, 0.02)
-        memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo)
-
-
-def _run(
-    call: Callable[..., Any],
-    *,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    autocast: torch.dtype | None,
-    module: nn.Module,
-    machine: Machine,
-) -> BlockCost:
-    """One forward and backward."""
-    for tensor in (*tensors_in((args, kwargs)), *module.parameters()):
-        tensor.grad = None
-    device, before = machine.device, machine.meter.live_bytes()
-    with machine.phases("compile"):
-        began = time.perf_counter()
-        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            outputs = call(*args, **kwargs)
-        _synchronize(device)
-        forward_s = time.perf_counter() - began
-        made = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(outputs)}
-        saved = machine.meter.live_bytes() - before - sum(made.values())
-        leaves = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        gradients = [torch.ones_like(tensor) for tensor in leaves]
-        began = time.perf_counter()
-        torch.autograd.backward(leaves, gradients)
-        _synchronize(device)
-        backward_s = time.perf_counter() - began
-    last = machine.phases.last
-    assert last is not None, "a phase has ended"
-    peak = last.peak_bytes - before
-    return BlockCost(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved, peak_bytes=peak)
-
-
-def _least(runs: Sequence[BlockCost]) -> BlockCost:
-    """The least seconds, and the most bytes."""
-    return BlockCost(
-        forward_s=min(one.forward_s for one in runs),
-        backward_s=min(one.backward_s for one in runs),
-        saved_bytes=max(one.saved_bytes for one in runs),
-        peak_bytes=max(one.peak_bytes for one in runs),
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

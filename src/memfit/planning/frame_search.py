@@ -34,6 +34,8 @@ _MOST_MOVES = 8
 # A plan of many layers takes longer to judge: of more than so many, fewer moves are made.
 _FEW_UNITS = 32
 _LEAST_MOVES = 3
+# So many in turn that do not fit, though by their prices they do: others hardly will.
+_UNFIT = 3
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
 # Shares that solving leaves beside a whole one.
@@ -273,7 +275,7 @@ class FrameSearch:
     def _move(self, start: OptionCounts) -> None:
         """Moves units between options while that gains: what promises most is judged first."""
         counts, known = start, self._judge(self._mixture(start))
-        tried = 0
+        tried = in_vain = 0
         improved = True
         most = _MOST_MOVES * _FEW_UNITS // max(_FEW_UNITS, len(self._judge.units.calls))
         most = max(_LEAST_MOVES, most >> self._moved_in_vain)
@@ -282,6 +284,9 @@ class FrameSearch:
             for other in self._promising(counts, known)[: most - tried]:
                 tried += 1
                 found = self._try(other)
+                in_vain = 0 if found.built.fits else in_vain + 1
+                if in_vain == _UNFIT:
+                    return
                 is_better = found.built.weighed_s < known.built.weighed_s * (1 - GAIN)
                 if is_better and found.built.fits and self._question.allows(found.built.priced):
                     counts, known, improved = other, found, True
@@ -313,7 +318,7 @@ class FrameSearch:
         for seconds, others, is_policies in worth:
             for index in np.argsort(seconds, axis=None, kind="stable")[: 4 * _MOST_MOVES]:
                 i, j = divmod(int(index), len(homes))
-                if math.isfinite(seconds[i, j]):
+                if seconds[i, j] < known.built.cost.seconds:
                     changed = replace(counts, policies=others[i]) if is_policies else replace(counts, ends=others[i])
                     listed.append((float(seconds[i, j]), len(listed), replace(changed, homes=homes[j])))
         found = [other for _, _, other in sorted(listed) if self._mixture(other) not in self._judge.judged]

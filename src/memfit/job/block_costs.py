@@ -1,0 +1,192 @@
+"""Costs of one block, forward and backward, plain or compiled.
+
+In: what a trace calls a block with. Out: seconds and bytes of runs of a copy of it on random
+numbers. Which blocks are compiled then, says `job.compiled_blocks`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit import devices
+from memfit.job.machine import Machine
+from memfit.tensors.trees import tensors_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """One block, forward and backward.
+
+    Attributes:
+        forward_s, backward_s: least seconds of some runs.
+        saved_bytes: kept from forward to backward, without outputs.
+        forward_peak_bytes: of the forward, above what was there before.
+        backward_peak_bytes: of the backward, above what was there before it, the outputs' gradients
+            among that.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def peak_in_backward_bytes(self) -> int:
+        """Peak of the backward, with what the forward keeps for it."""
+        return self.saved_bytes + self.backward_peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of both, without outputs and their gradients."""
+        return max(self.forward_peak_bytes, self.peak_in_backward_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenCall:
+    """Arguments of a call, described in place of tensors; and the autocast around it."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+
+    @property
+    def key(self) -> str:
+        """Equal for calls that one measurement serves."""
+        return repr(pytree.tree_map(_key_of, (self.args, dict(self.kwargs)))) + str(self.autocast)
+
+    def made(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Makes tensors of the descriptions."""
+
+        def make(leaf: Any) -> Any:
+            return leaf.made(device) if isinstance(leaf, _Described) else leaf
+
+        args, kwargs = pytree.tree_map(make, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class _Described:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        if not self.dtype.is_floating_point:
+            # Zeros are valid places and words; a mask of ones masks nothing.
+            return torch.full(self.shape, self.dtype is torch.bool, dtype=self.dtype, device=device)
+        return torch.randn(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+
+def note_given(
+    found: dict[str, GivenCall], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Notes what a module is called with: the hook before its forward, with the first two given."""
+    device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _describe, (args, kwargs))
+    found[name] = GivenCall(args=args, kwargs=kwargs, autocast=autocast)
+
+
+def _describe(tensor: torch.Tensor) -> _Described:
+    return _Described(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _key_of(leaf: Any) -> Any:
+    plain = isinstance(leaf, _Described | bool | int | float | str) or leaf is None
+    return leaf if plain else type(leaf).__qualname__
+
+
+def copied_block(module: nn.Module, device: torch.device) -> nn.Module:
+    """Copies a block with random weights: its own may be away."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if made.is_floating_point():
+            made.normal_(0.0, 0.02)
+        memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+def run_block(
+    call: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    autocast: torch.dtype | None,
+    module: nn.Module,
+    machine: Machine,
+) -> BlockCost:
+    """Runs one forward and backward.
+
+    Args:
+        call: the block's, plain or compiled.
+        args: of the call.
+        kwargs: of the call.
+        autocast: dtype of an autocast around it.
+        module: that has the parameters.
+        machine: whose meter and phases are read.
+    """
+    for tensor in (*tensors_in((args, kwargs)), *module.parameters()):
+        tensor.grad = None
+    device, before = machine.device, machine.meter.live_bytes()
+    with machine.phases("compile"):
+        began = time.perf_counter()
+        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            outputs = call(*args, **kwargs)
+        _synchronize(device)
+        forward_s = time.perf_counter() - began
+    forward = _peak_of(machine)
+    made = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(outputs)}
+    saved = machine.meter.live_bytes() - before - sum(made.values())
+    leaves = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    gradients = [torch.ones_like(tensor) for tensor in leaves]
+    between = machine.meter.live_bytes()
+    with machine.phases("compile"):
+        began = time.perf_counter()
+        torch.autograd.backward(leaves, gradients)
+        _synchronize(device)
+        backward_s = time.perf_counter() - began
+    backward = _peak_of(machine)
+    return BlockCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        saved_bytes=saved,
+        forward_peak_bytes=forward - before,
+        backward_peak_bytes=backward - between,
+    )
+
+
+def _peak_of(machine: Machine) -> int:
+    """Peak of the phase that has ended."""
+    assert machine.phases.last is not None, "a phase has ended"
+    return machine.phases.last.peak_bytes
+
+
+def least_of(runs: Sequence[BlockCost]) -> BlockCost:
+    """The least seconds, and the most bytes."""
+    return BlockCost(
+        forward_s=min(one.forward_s for one in runs),
+        backward_s=min(one.backward_s for one in runs),
+        saved_bytes=max(one.saved_bytes for one in runs),
+        forward_peak_bytes=max(one.forward_peak_bytes for one in runs),
+        backward_peak_bytes=max(one.backward_peak_bytes for one in runs),
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if devices.is_accelerator(device):
+        devices.of(device).synchronize(device)
