@@ -350,8 +350,8 @@ class _Search:
                     self._chunked_least_s.setdefault(compute, []).append(0.0)
                 continue
             if chunk is None:
-                # With room to spare sums stay plain PyTorch's: what chunks compute less is no reason
-                # there.
+                # With room to spare sums stay plain PyTorch's: that chunks compute less is no
+                # reason.
                 roomier_s = (found.roomier_s or 0.0) - seconds_of_loss(profile, speeds)
                 self._chunked_least_s.setdefault(compute, []).append(max(found.least_s, roomier_s))
             if found.unchanged_s is not None:
