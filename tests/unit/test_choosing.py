@@ -130,6 +130,15 @@ def test_chunks_of_the_loss_are_not_traced_where_room_for_the_logits_would_not_h
     assert len(chunks) == (1 if says == "slower" else 2)
 
 
+def test_a_model_whose_weights_are_read_outside_of_every_call_is_planned_for() -> None:
+    model = nn.Linear(4, 4)
+    advice = advise(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: (x @ m.weight).square().mean(),
+        torch.ones(2, 4), limit="8GiB", hardware=MACHINE,
+    )  # fmt: skip
+    assert not advice.profile.traces[2].calls and advice.plan.microbatches == 1
+
+
 def test_a_given_plan_is_priced_in_its_own_dtype() -> None:
     model, optimizer, rows = _problem()
     plan = Plan(compute_dtype=ComputeDtype.BFLOAT16)

@@ -352,7 +352,9 @@ class _Search:
             if chunk is None:
                 # With room to spare sums stay plain PyTorch's: that chunks compute less is no
                 # reason.
-                roomier_s = (found.roomier_s or 0.0) - seconds_of_loss(profile, speeds)
+                roomier_s = 0.0
+                if found.roomier_s is not None:
+                    roomier_s = found.roomier_s - seconds_of_loss(problem.model, profile, speeds)
                 self._chunked_least_s.setdefault(compute, []).append(max(found.least_s, roomier_s))
             if found.unchanged_s is not None:
                 self.unchanged_s.append(found.unchanged_s)
@@ -412,7 +414,7 @@ class _Search:
             decided={"loss_chunk_tokens": chunk, "state_format": states, "frozen_format": frozen},
             classic=wanted.classic,
             others_s=others_s,
-            more_bytes=bytes_of_loss(profile) if may_be_chunked else None,
+            more_bytes=bytes_of_loss(self._problem.model, profile) if may_be_chunked else None,
             compares=wanted.compares,
             costs=self.traces.costs.setdefault((compute, chunk, states, frozen), PlanCosts()),
         )

@@ -13,19 +13,25 @@ from memfit.core.profile import CallProfile, Profile, TraceProfile
 from memfit.core.storage_profile import StorageProfile
 from memfit.core.work_kinds import Work
 
+# Numbers that a graph keeps as tensors.
+_SCALARS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledBytes:
     """Bytes that a compiled call was measured to take.
 
     Attributes:
-        saved: kept from its forward to its backward, without outputs.
+        saved: kept from its forward to its backward, what it keeps of arguments and outputs that
+            the plain one lets go among that.
+        plain_saved: by the plain one, without arguments and outputs.
         forward_peak: above what is there before its forward.
         backward_peak: above what is there before its backward, gradients of parameters included.
         plain: of the plain call in the trace of the sample that it was measured with.
     """
 
     saved: int
+    plain_saved: int
     forward_peak: int
     backward_peak: int
     plain: CallProfile
@@ -88,10 +94,12 @@ def _in_trace(
             calls.append(call)
             continue
         compiled = _compiled(call, share)
-        if share.bytes is not None and share.bytes.is_of(call):
-            own = [s for s in trace.storages if _is_own(s, call.index)]
-            freed = _shrink(own, share.bytes.saved, storages)
-            compiled = _at_bytes(compiled, share.bytes, freed)
+        own = [s for s in trace.storages if _is_own(s, call.index)]
+        measured = share.bytes
+        if measured and measured.is_of(call) and abs(sum(s.nbytes for s in own) - measured.plain_saved) <= _SCALARS:
+            # Else something besides has a tensor that the copy kept, or the other way round.
+            freed = _shrink(own, measured.saved, storages)
+            compiled = _at_bytes(compiled, measured, freed)
         largest = max((largest_gradients[name] for name in call.blocks), default=0)
         calls.append(_all_gradients_at_once(compiled, largest))
     return replace(trace, calls=tuple(calls), storages=tuple(storages))
@@ -138,14 +146,17 @@ def _shrink(own: list[StorageProfile], saved: int, storages: list[StorageProfile
 
 
 def _at_bytes(call: CallProfile, measured: CompiledBytes, freed: int) -> CallProfile:
-    """The call with its measured peaks, where it saves so many bytes fewer than the plain one."""
-    behind = max(0, call.forward_peak_bytes - call.inside_peak_bytes)
+    """The call with its measured peaks, where it saves so many bytes fewer than the plain one.
+
+    Code behind the call, in its segment, meets what is kept: as high as the plain segment's peak at
+    most, without those.
+    """
     # The last part of a segment's backward is that of the code in front of the call.
     leaves = call.backward_leaves_bytes + freed
     last_part = leaves - call.between_leaves_bytes + call.between_peak_bytes + call.gradient_bytes
     return replace(
         call,
-        forward_peak_bytes=measured.forward_peak + behind,
+        forward_peak_bytes=max(measured.forward_peak, call.forward_peak_bytes - freed),
         inside_peak_bytes=measured.forward_peak,
         backward_peak_bytes=0,
         backward_fresh_peak_bytes=max(measured.backward_peak, last_part if call.between_peak_bytes > 0 else 0),

@@ -27,7 +27,8 @@ class BlockCost:
 
     Attributes:
         forward_s, backward_s: least seconds of some runs.
-        saved_bytes: kept from forward to backward, without outputs.
+        saved_bytes: kept from forward to backward, without arguments and outputs; of a compiled
+            block, those among that which the plain one lets go.
         forward_peak_bytes: of the forward, above what was there before.
         backward_peak_bytes: of the backward, above what was there before it, the outputs' gradients
             among that.
@@ -150,7 +151,8 @@ def run_block(
         _synchronize(device)
         forward_s = time.perf_counter() - began
     forward = _peak_of(machine)
-    made = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(outputs)}
+    given = _storages((args, kwargs))
+    made = {where: nbytes for where, nbytes in _storages(outputs).items() if where not in given}
     saved = machine.meter.live_bytes() - before - sum(made.values())
     leaves = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     gradients = [torch.ones_like(tensor) for tensor in leaves]
@@ -168,6 +170,77 @@ def run_block(
         forward_peak_bytes=forward - before,
         backward_peak_bytes=backward - between,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Tensors that a block's forward keeps for its backward.
+
+    Attributes:
+        own_bytes: without arguments, outputs, parameters and buffers.
+        arguments: bytes of arguments among them, by position among the call's tensors.
+        outputs: likewise of outputs that are no arguments.
+    """
+
+    own_bytes: int
+    arguments: Mapping[int, int]
+    outputs: Mapping[int, int]
+
+    def beyond(self, plain: Kept) -> int:
+        """Bytes of arguments and outputs that are kept here and not by the plain block."""
+        mine = [*_without(self.arguments, plain.arguments), *_without(self.outputs, plain.outputs)]
+        return sum(mine)
+
+
+def kept_by(
+    call: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    autocast: torch.dtype | None,
+    module: nn.Module,
+) -> Kept:
+    """Runs one forward, and notes what it keeps; the arguments are those of `run_block`."""
+    device = next(iter(tensors_in((args, kwargs)))).device.type
+    with torch.enable_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        outputs = call(*args, **kwargs)
+    found, given, made = _storages(_saved_for(outputs)), _storages((args, kwargs)), _storages(outputs)
+    lasting = _storages([*module.parameters(), *module.buffers()])
+    own = {where: nbytes for where, nbytes in found.items() if where not in given | made | lasting}
+    made = {where: nbytes for where, nbytes in made.items() if where not in given}
+    return Kept(
+        own_bytes=sum(own.values()),
+        arguments={i: nbytes for i, (where, nbytes) in enumerate(given.items()) if where in found},
+        outputs={i: nbytes for i, (where, nbytes) in enumerate(made.items()) if where in found},
+    )
+
+
+def _saved_for(outputs: Any) -> list[torch.Tensor]:
+    """Tensors that the graph behind outputs keeps. Hooks of saved tensors would have compiled code
+    compiled anew.
+    """
+    left: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs)]
+    seen: set[Any] = {None}
+    saved: list[torch.Tensor] = []
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                saved += tensors_in([getattr(node, name)])
+    return saved
+
+
+def _without(some: Mapping[int, int], others: Mapping[int, int]) -> list[int]:
+    return [nbytes for i, nbytes in some.items() if i not in others]
+
+
+def _storages(tree: Any) -> dict[int, int]:
+    """Bytes of storages by where they lie, in order."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(tree)}
 
 
 def _peak_of(machine: Machine) -> int:

@@ -18,7 +18,8 @@ sample in its dtype); else, those of plain blocks.
 Where the device has a limit, code is compiled that keeps less: with a budget of torch's
 (`torch._functorch.config.activation_memory_budget`) at which it makes what it fuses again in
 backward. A Llama's layer then keeps 17 MiB and not 22, in about the same seconds. A budget that the
-user has set stays.
+user has set stays. Code that the process has of the class already is used, whatever its budget was:
+what is measured is measured of it.
 
 Compiled code rounds otherwise: the bits are those of plain PyTorch with the same layers compiled by
 `layer.compile()`, and `job.numerics` says so. Not compiled are blocks that draw random numbers
@@ -56,7 +57,7 @@ from memfit.core.compiled_calls import CompiledBytes, CompiledShare, at_shares, 
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.units import format_bytes, format_seconds
-from memfit.job.block_costs import BlockCost, GivenCall, copied_block, least_of, note_given, run_block
+from memfit.job.block_costs import BlockCost, GivenCall, copied_block, kept_by, least_of, note_given, run_block
 from memfit.job.machine import Machine
 from memfit.profiling.blocks import BlockMap, ModuleSite
 
@@ -113,7 +114,7 @@ class CompiledBlocks:
 
     Attributes:
         classes: that were looked at.
-        shares: seconds of the calls that are compiled, by site.
+        shares: seconds and bytes of the calls that are compiled, by site.
         calls: that take the place of modules' own, by site.
         peak_bytes: most that the process held while they were compiled and measured, the
             compiler's processes included; 0 where it is not counted.
@@ -206,9 +207,9 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
         UnsupportedError: no compiler is here.
     """
     check_compiler(machine.device)
-    before = take_random()
+    before, is_lean = take_random(), machine.limits.device_bytes is not None
     try:
-        with machine.phases("compile"), _keeping_less(is_lean=machine.limits.device_bytes is not None):
+        with machine.phases("compile"), _keeping_less(is_lean=is_lean):
             found = _compile(problem, first_part(sample), machine)
     finally:
         give_random(before)
@@ -228,14 +229,26 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
                 backward=taken.backward_s / one.plain.backward_s,
                 bytes=CompiledBytes(
                     saved=taken.saved_bytes,
+                    plain_saved=one.plain.saved_bytes,
                     forward_peak=taken.forward_peak_bytes,
                     backward_peak=taken.backward_peak_bytes,
                     plain=one.calls[site],
                 ),
             )
-        calls |= {name: _compiled(modules[name]) for name in one.sites}
+        calls |= {name: _call_of(modules[name], is_lean=is_lean) for name in one.sites}
     peak = 0 if last is None or not machine.counts_process else last.process_peak_bytes or 0
     return CompiledBlocks(classes=tuple(found), shares=shares, calls=calls, peak_bytes=peak)
+
+
+def _call_of(module: nn.Module, *, is_lean: bool) -> Callable[..., Any]:
+    """Returns the compiled call of a block, which may be compiled anew for other sizes."""
+    compiled = _compiled(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _keeping_less(is_lean=is_lean):
+            return compiled(*args, **kwargs)
+
+    return call if is_lean else compiled
 
 
 @contextmanager
@@ -320,11 +333,15 @@ def _measured(like: Sequence[ModuleSite], given: GivenCall, machine: Machine) ->
             warnings.simplefilter("ignore")
             run(compiled)
         compile_s = time.perf_counter() - began
+        note = partial(kept_by, args=args, kwargs=kwargs, autocast=given.autocast, module=copied)
+        kept_plain, kept = note(copied), note(compiled)
         runs = [(run(copied), run(compiled)) for _ in range(_ROUNDS)]
     except Exception as error:  # noqa: BLE001, whatever user's code and compilers raise; it is told
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         return MeasuredClass(name=name, sites=names, why_not=f"a copy of it does not run compiled ({reason:.200})")
     plain, other = (least_of([pair[side] for pair in runs]) for side in (0, 1))
+    plain = replace(plain, saved_bytes=kept_plain.own_bytes)
+    other = replace(other, saved_bytes=max(other.saved_bytes, kept.own_bytes) + kept.beyond(kept_plain))
     return MeasuredClass(
         name=name, sites=names, plain=plain, compiled=other, compile_s=compile_s, why_not=_why_not(plain, other)
     )
@@ -342,4 +359,7 @@ def _why_not(plain: BlockCost, compiled: BlockCost) -> str:
 
 def _compiled(module: nn.Module) -> Callable[..., Any]:
     """Returns the call that `module.compile()` would put in the place of the module's own."""
-    return torch.compile(module._call_impl, backend=BACKEND)  # noqa: SLF001, as `module.compile` does
+    with warnings.catch_warnings():
+        # The compiler is imported, which warns of what it uses itself.
+        warnings.simplefilter("ignore")
+        return torch.compile(module._call_impl, backend=BACKEND)  # noqa: SLF001, as `module.compile` does

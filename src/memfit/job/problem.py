@@ -252,7 +252,8 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
-        return completed(found if like is None else with_python_of(found, like))
+        # What an earlier profile tells is priced by shares of compiled blocks already.
+        return completed(found) if like is None else with_python_of(completed(found), like)
 
     def _completed(
         self,

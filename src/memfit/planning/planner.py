@@ -181,7 +181,8 @@ def _answer(question: PlanQuestion, *, others_s: float, more_bytes: int | None, 
                 mixed.append(search_mixed(search, question, indices, others_s=others_s, more_bytes=more_bytes))
     built = [b for found in mixed for b in found.built]
     bound_s = min((found.bound_s for found in mixed if found.bound_s is not None), default=None)
-    roomier_s = min((found.roomier_s for found in mixed if found.roomier_s is not None), default=None)
+    roomier = [found.roomier_s for found in mixed]
+    roomier_s = min((s for s in roomier if s is not None), default=None) if None not in roomier else None
     count = sum(found.count for found in mixed) - len(built)
     for search in searches:
         found_s = min(

@@ -114,9 +114,12 @@ class PythonCalls:
 
 
 def with_python_of(profile: Profile, earlier: Profile) -> Profile:
-    """Returns the profile of a batch whose Python was not counted, with that of an earlier one."""
-    told = earlier.traces[max(earlier.traces)]
-    return replace(profile, traces={rows: with_python(trace, told) for rows, trace in profile.traces.items()})
+    """Returns the profile of a batch whose Python was not counted, with that of an earlier one: of
+    as many rows, or else of the most.
+    """
+    largest = earlier.traces[max(earlier.traces)]
+    traces = {rows: with_python(trace, earlier.traces.get(rows, largest)) for rows, trace in profile.traces.items()}
+    return replace(profile, traces=traces)
 
 
 def with_python(trace: TraceProfile, told: TraceProfile) -> TraceProfile:
