@@ -96,8 +96,8 @@ def _in_trace(
         compiled = _compiled(call, share)
         own = [s for s in trace.storages if _is_own(s, call.index)]
         measured = share.bytes
+        # If these are not what the copy kept, somebody else has one of its tensors.
         if measured and measured.is_of(call) and abs(sum(s.nbytes for s in own) - measured.plain_saved) <= _SCALARS:
-            # Else something besides has a tensor that the copy kept, or the other way round.
             freed = _shrink(own, measured.saved, storages)
             compiled = _at_bytes(compiled, measured, freed)
         largest = max((largest_gradients[name] for name in call.blocks), default=0)

@@ -146,8 +146,7 @@ def run_block(
     device, before = machine.device, machine.meter.live_bytes()
     with machine.phases("compile"):
         began = time.perf_counter()
-        with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            outputs = call(*args, **kwargs)
+        outputs = _forward(call, args, kwargs, autocast, device)
         _synchronize(device)
         forward_s = time.perf_counter() - began
     forward = _peak_of(machine)
@@ -170,6 +169,17 @@ def run_block(
         forward_peak_bytes=forward - before,
         backward_peak_bytes=backward - between,
     )
+
+
+def _forward(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> Any:
+    with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +209,10 @@ def kept_by(
     kwargs: Mapping[str, Any],
     autocast: torch.dtype | None,
     module: nn.Module,
+    machine: Machine,
 ) -> Kept:
     """Runs one forward, and notes what it keeps; the arguments are those of `run_block`."""
-    device = next(iter(tensors_in((args, kwargs)))).device.type
-    with torch.enable_grad(), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        outputs = call(*args, **kwargs)
+    outputs = _forward(call, args, kwargs, autocast, machine.device)
     found, given, made = _storages(_saved_for(outputs)), _storages((args, kwargs)), _storages(outputs)
     lasting = _storages([*module.parameters(), *module.buffers()])
     own = {where: nbytes for where, nbytes in found.items() if where not in given | made | lasting}

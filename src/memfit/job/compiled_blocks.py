@@ -222,8 +222,8 @@ def compile_blocks(problem: Any, sample: Any, machine: Machine) -> CompiledBlock
     for one in found:
         if one.why_not or one.plain is None or one.compiled is None:
             continue
+        taken = one.compiled
         for site in one.sites:
-            taken = one.compiled
             shares[site] = CompiledShare(
                 forward=taken.forward_s / one.plain.forward_s,
                 backward=taken.backward_s / one.plain.backward_s,
@@ -325,7 +325,8 @@ def _measured(like: Sequence[ModuleSite], given: GivenCall, machine: Machine) ->
         copied = copied_block(module, machine.device)
         compiled = _compiled(copied)
         args, kwargs = given.made(machine.device)
-        run = partial(run_block, args=args, kwargs=kwargs, autocast=given.autocast, module=copied, machine=machine)
+        how: dict[str, Any] = {"args": args, "kwargs": kwargs, "autocast": given.autocast, "module": copied}
+        run, note = partial(run_block, machine=machine, **how), partial(kept_by, machine=machine, **how)
         run(copied)
         began = time.perf_counter()
         with warnings.catch_warnings():
@@ -333,7 +334,6 @@ def _measured(like: Sequence[ModuleSite], given: GivenCall, machine: Machine) ->
             warnings.simplefilter("ignore")
             run(compiled)
         compile_s = time.perf_counter() - began
-        note = partial(kept_by, args=args, kwargs=kwargs, autocast=given.autocast, module=copied)
         kept_plain, kept = note(copied), note(compiled)
         runs = [(run(copied), run(compiled)) for _ in range(_ROUNDS)]
     except Exception as error:  # noqa: BLE001, whatever user's code and compilers raise; it is told

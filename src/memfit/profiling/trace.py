@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -155,7 +156,8 @@ def profile_step(
 
     largest = None
     if suffices is not None and len(sizes) > 1 and trace != "real":
-        largest = _trace_largest(setting, sizes[-1])
+        # Why it fails, a trace of all sizes tells.
+        largest = _unless_it_fails(partial(_trace_one, setting, sizes[-1], is_fake=True, is_twice=checks_repeat))
         found = None if largest is None else assembled([largest])
         if found is not None and suffices(found):
             return found
@@ -164,26 +166,18 @@ def profile_step(
     return assembled([*traced, *more], source, reason)
 
 
-def _trace_largest(setting: TraceSetting, rows: int) -> Traced | None:
-    """The trace of one size on fake tensors; None where that fails, which a trace of all sizes
-    tells.
-    """
+def _unless_it_fails(traced: Callable[[], Traced]) -> Traced | None:
+    """The trace of one size on fake tensors; None where that fails."""
     with suppress(MemfitError, *_FAKE_FAILURES):
-        return _trace_one(setting, rows, is_fake=True, is_twice=setting.checks_repeat)
+        return traced()
     return None
 
 
 def _smaller_ones(setting: TraceSetting, sizes: Iterable[int], beside: Traced) -> list[Traced]:
     """Traces of further sizes; without those that make other calls than the size beside them."""
-    found = [_trace_more(setting, size, beside) for size in sizes]
+    found = [_unless_it_fails(partial(_trace_beside, setting, size, beside)) for size in sizes]
     calls = [(call.site, call.blocks) for call in beside.profile.calls]
     return [one for one in found if one and [(call.site, call.blocks) for call in one.profile.calls] == calls]
-
-
-def _trace_more(setting: TraceSetting, rows: int, told: Traced) -> Traced | None:
-    with suppress(MemfitError, *_FAKE_FAILURES):
-        return _trace_beside(setting, rows, told)
-    return None
 
 
 def _trace_sizes(
