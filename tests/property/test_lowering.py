@@ -20,6 +20,7 @@ from memfit.core.schedule import Accumulate, Update
 from memfit.core.step import Step, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.update_profile import UpdateProfile
+from memfit.planning.bounds import PeakBounds
 from memfit.planning.pricing import bytes_of_check
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
@@ -325,3 +326,13 @@ def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case)
         rows = data.draw(st.sampled_from(sorted(case.profile.traces)))
         check = bytes_of_check(plan, case.profile, rows, device=device)
         assert bytes_of_check(plan, case.profile, rows, device=device, known=of_checks) == check
+
+
+@given(data=st.data(), drawn=cases(), device=st.sampled_from(["cpu", "gpu"]))
+def test_no_peak_is_below_its_bound(data: st.DataObject, drawn: Case, device: str) -> None:
+    """Of plans whose calls and blocks each do as they like, in any tier."""
+    case = with_storages(data.draw, drawn)
+    bounds = PeakBounds(case.profile, staging_bytes=0, device=device)
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    step = lower(schedule, case.plan, case.profile, staging_bytes=0, device=device)
+    assert bounds.of(case.plan) <= peaks(step)[Tier.DEVICE]

@@ -27,6 +27,7 @@ from memfit.planning import between
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
 from memfit.planning.plan_costs import PlanCosts
 from memfit.planning.planner import choose_plan
+from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate
 from memfit.planning.refusals import Refusal
 from memfit.prediction import predict
 from memfit.prediction.predict import Appraisal
@@ -169,20 +170,25 @@ def with_work(profile: Profile, *, of_two_kinds: bool, operations: float = 60.0,
 def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
     monkeypatch: pytest.MonkeyPatch, of_two_kinds: bool | None
 ) -> None:
-    """The same choices as where every pair is followed to its end, from fewer plans; and no bound is above a plan."""
+    """The same choices as where every pair is followed to its end, whatever bounds say of bytes and of seconds, from
+    fewer plans; and no bound is above a plan.
+    """
     profile = gpt_profile(layers=6, width=320, vocabulary=2048, tokens=32, batch_rows=4, rows=(4, 2, 1))
     profile = profile if of_two_kinds is None else with_work(profile, of_two_kinds=of_two_kinds)
     every = predicted(Plan(), profile).peak_bytes
     limits = [limit(every * share // 20 + 6 * MIB) for share in range(3, 20)]
-    build, built = between._Pair.build, 0
+    build, count, built = between._Pair.build, PlanQuestion.build, 0
 
     def built_above_its_bound(pair: Any, index: int) -> Any:
-        nonlocal built
-        built += 1
-        bound_s = pair.bound_s
+        bound_s = pair._bound_s(pair._middle)
         found = build(pair, index)
         assert found.weighed_s >= bound_s * (1 - 1e-9)
         return found
+
+    def counted(question: PlanQuestion, priced: PricedCandidate) -> BuiltCandidate:
+        nonlocal built
+        built += 1
+        return count(question, priced)
 
     def answers() -> list[tuple[float, int]]:
         found: list[tuple[float, int]] = []
@@ -193,12 +199,17 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
         return found
 
     monkeypatch.setattr(between._Pair, "build", built_above_its_bound)
+    monkeypatch.setattr(PlanQuestion, "build", counted)
     short, of_short = answers(), built
+    monkeypatch.setattr(between, "_may_fit", lambda *_: True)
     built = 0
+    assert answers() == short
+    of_seconds = built
     monkeypatch.setattr(between._Pair, "_bound_s", lambda *_: 0.0)
+    built = 0
     assert answers() == short
     assert len(short) > 8
-    assert 0 < of_short < built
+    assert 0 < of_short < of_seconds < built
 
 
 def test_between_segments_of_several_calls_and_calls_of_their_own_plans_are_legal(

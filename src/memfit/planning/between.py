@@ -11,10 +11,10 @@ which the leaner one fits and the faster one does not, the number of calls that 
 one's policy is halved down to the largest that fits: the last calls of the forward, whose saved
 tensors backward gives up first, before it makes those of the others again. That takes the logarithm
 of the number of calls in built plans, and no solver, so that it is done where mixed plans
-(`planning.widening`) are not looked for. A pair is looked at where the faster plan's bound is below
-the seconds of the best plan known, and as long as that of all that is left between the two is:
-what lies between them with a smaller limit lies there with a larger one too, unless something
-faster is known, so that more room is never slower.
+(`planning.widening`) are not looked for. What cannot be faster than the best plan known, by a bound
+of seconds, or cannot fit, by one of bytes, is not built, and of a pair of which nothing else is
+left nothing is: what lies between them with a smaller limit lies there with a larger one too,
+unless something faster is known, so that more room is never slower.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from itertools import zip_longest
 from typing import Any
 
 from memfit.core.plan import CallPlan, Plan
+from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import Candidate
 from memfit.planning.mixed_units import joined_to
-from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price
+from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within, price
 
 
 def may_be_between(question: PlanQuestion) -> bool:
@@ -49,6 +50,20 @@ def search_between(
         indices: numbers plans behind the listed ones.
     """
     known = {one.priced.index: one for one in built}
+    bounds = PeakBounds(
+        question.profile,
+        staging_bytes=question.staging_bytes,
+        device=question.hardware.device,
+        known=question.known,
+    )
+
+    def fits(one: PricedCandidate) -> bool:
+        if one.index not in known:
+            if not _may_fit(one.candidate.plan, question, bounds):
+                return False
+            known[one.index] = question.build(one)
+        return known[one.index].fits
+
     best_s = min((one.weighed_s for one in built if one.fits), default=math.inf)
     groups: dict[Any, list[PricedCandidate]] = {}
     for one in priced:
@@ -64,18 +79,18 @@ def search_between(
     for fast, lean in sorted(pairs, key=lambda pair: (pair[0].weighed_bound, pair[1].weighed_bound, pair[1].index)):
         if fast.weighed_bound >= best_s:
             break
-        if fast.index not in known:
-            known[fast.index] = question.build(fast)
-        if lean.index not in known:
-            known[lean.index] = question.build(lean)
-        if known[fast.index].fits or not known[lean.index].fits:
+        pair = _Pair(fast, lean, question, bounds)
+        if not pair.narrow(best_s) or fits(fast) or not fits(lean):
             continue
-        pair = _Pair(fast, lean, question)
-        while pair.is_left and pair.bound_s < best_s:
+        while pair.narrow(best_s):
             found.append(pair.build(next(indices)))
             if found[-1].fits:
                 best_s = min(best_s, found[-1].weighed_s)
     return found
+
+
+def _may_fit(plan: Plan, question: PlanQuestion, bounds: PeakBounds) -> bool:
+    return is_within(bounds.of(plan), question.budget.tensor_bytes)
 
 
 class _Pair:
@@ -84,31 +99,42 @@ class _Pair:
     Args:
         fast, lean: candidates that differ in policies of calls.
         question: that they answer.
+        bounds: of peaks.
     """
 
-    def __init__(self, fast: PricedCandidate, lean: PricedCandidate, question: PlanQuestion) -> None:
-        self._fast, self._lean, self._question = fast, lean, question
+    def __init__(
+        self, fast: PricedCandidate, lean: PricedCandidate, question: PlanQuestion, bounds: PeakBounds
+    ) -> None:
+        self._fast, self._lean, self._question, self._bounds = fast, lean, question, bounds
         self._calls = list(zip_longest(lean.candidate.plan.calls, fast.candidate.plan.calls, fillvalue=CallPlan()))
         self._apart = [index for index, (one, other) in enumerate(self._calls) if one != other]
-        # The most that is known to fit, and the least that is known not to.
-        self._most, self._too_many = 0, len(self._apart)
+        # The most that fits or is too slow, and the least that is known not to fit.
+        self._most: int = 0
+        self._too_many: int = len(self._apart)
         self._bounds_s: dict[int, float] = {}
 
-    @property
-    def is_left(self) -> bool:
-        """Tells whether a number is not known to fit or not to fit."""
-        return self._most + 1 < self._too_many
+    def narrow(self, best_s: float) -> bool:
+        """Leaves out numbers that cannot be faster than the best plan, or whose middle cannot fit;
+        tells whether any is left.
+        """
+        while self._most + 1 < self._too_many:
+            left = range(self._most + 1, self._too_many)
+            least = next((count for count in left if self._bound_s(count) < best_s), None)
+            if least is None:
+                return False
+            self._most = least - 1
+            if _may_fit(self._plan(self._middle), self._question, self._bounds):
+                return True
+            self._too_many = self._middle
+        return False
 
     @property
-    def bound_s(self) -> float:
-        """Seconds that no plan that is left takes less than, as plans are compared by. Of all of
-        them: what calls spare differs from kind to kind.
-        """
-        return min(map(self._bound_s, range(self._most + 1, self._too_many)))
+    def _middle(self) -> int:
+        return (self._most + self._too_many) // 2
 
     def build(self, index: int) -> BuiltCandidate:
         """Builds the plan in the middle of those that are left."""
-        count = (self._most + self._too_many) // 2
+        count = self._middle
         saved = self._calls[self._apart[-1]][1].saved
         name = f"{self._lean.candidate.name}; {saved} in the last {count} of {len(self._apart)} calls"
         found = self._question.build(price(index, Candidate(name=name, plan=self._plan(count)), self._question))

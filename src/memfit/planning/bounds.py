@@ -7,10 +7,12 @@ In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below on th
 [Note: why it is a bound]
 Whatever the order of actions, at each forward and backward of a segment there are on the device:
 what rests there, the weights that the segment needs, what it rises by, and in backward the
-gradients that it makes and what was reloaded for it. Where nothing leaves, each microbatch goes
-through the same events in the same order, so its own activations are known at each of them. In
-layer-major order all microbatches have come to the seed (with a tail: back to its cut) before any
-of them goes on, so there they count k times.
+gradients that it makes and what was reloaded for it. Each microbatch goes through its forwards and
+backwards in the same order, so its own activations are known at each of them, but for those that
+leave: no schedule drops them before the end of their forward, or reloads them after the begin of
+their backward, so they are taken to be away all the while between. In layer-major order all
+microbatches have come to the seed (with a tail: back to its cut) before any of them goes on, so
+there they count k times.
 """
 
 from __future__ import annotations
@@ -118,63 +120,72 @@ class PeakBounds:
         if key not in self._activations:
             traces = traces_of(self._profile, plan.microbatches, self._known)
             facts = [self._known.segments(trace, plan, shape, self._profile) for trace in traces]
-            leaves = any(tier is not None for tier in shape.leaves)
-            found = _rises(facts[0]) if leaves else _lifetimes(facts)
-            self._activations[key] = tuple(sorted(found, key=lambda moment: -moment.least_bytes))
+            self._activations[key] = tuple(sorted(_lifetimes(facts), key=lambda moment: -moment.least_bytes))
         return self._activations[key]
 
 
-def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
-    """Bound for a plan whose activations leave: when they do depends on the schedule, so only what
-    a segment needs at once counts.
-    """
-    shape = facts.shape
-    found = [_Moment(segment=-1, is_backward=False, least_bytes=facts.trace.prologue_peak_bytes)]
-    for segment, has_backward in enumerate(shape.has_backward):
-        found.append(_Moment(segment=segment, is_backward=False, least_bytes=facts.forward_rise(segment)))
-        if has_backward:
-            reloaded = facts.copy_bytes(segment) if shape.leaves[segment] is not None else 0
-            least = reloaded + facts.least_backward_rise(segment)
-            found.append(_Moment(segment=segment, is_backward=True, least_bytes=least))
-    return tuple(found)
+class _LeastLifetimes(Lifetimes):
+    """Storages that somebody else keeps anyhow are not reloaded: they may not have been moved."""
+
+    def _take(self, event: ActivationEvent, segment: int, moves: set[int]) -> tuple[int, int]:
+        if event is not ActivationEvent.RELOAD:
+            return super()._take(event, segment, moves)
+        there = sum(s.nbytes for s in self.facts.movable(segment) if s.leaves and s.index in self.alive)
+        copied = self.copies[segment] = self.facts.copy_bytes(segment) - there
+        return copied, copied
 
 
 def _lifetimes(of_microbatches: Sequence[SegmentFacts]) -> tuple[_Moment, ...]:
-    """Bound for a plan whose activations stay: the largest microbatch, and all of them where they
-    meet.
-    """
+    """The moments of the largest microbatch, and of all of them where they meet."""
     facts = of_microbatches[0]
     plan, shape = facts.plan, facts.shape
-    count = len(shape.segments)
-    back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
-    events = [
-        (ActivationEvent.START, -1),
-        *((ActivationEvent.FORWARD, segment) for segment in range(count)),
-        (ActivationEvent.SEED, -1),
-    ]
-    events += [(ActivationEvent.BACKWARD, segment) for segment in back]
-    meeting = (ActivationEvent.SEED, -1)
-    if shape.tail_segment < count:
-        meeting = next(
-            ((ActivationEvent.BACKWARD, segment) for segment in back if segment < shape.tail_segment), meeting
-        )
+    events, meeting = _events(shape)
     found: list[_Moment] = []
-    costs = Lifetimes(facts, is_training=True).follow(events)
+    costs = _LeastLifetimes(facts, is_training=True).follow(events)
     # Microbatches of as many rows share their facts; the last are the smaller ones.
     fewer = of_microbatches[-1]
-    others = costs if fewer is facts else Lifetimes(fewer, is_training=True).follow(events)
+    others = costs if fewer is facts else _LeastLifetimes(fewer, is_training=True).follow(events)
     larger = sum(one is facts for one in of_microbatches)
-    for index, ((event, segment), cost) in enumerate(zip(events, costs, strict=True)):
+    after, other_after, reloaded = 0, 0, 0
+    for (event, segment), cost, other in zip(events, costs, others, strict=True):
+        # What was reloaded for a backward is there for one microbatch.
         meets = (event, segment) == meeting and plan.order is Order.LAYER_MAJOR
-        before, least = (costs[index - 1].after_bytes if index else 0), cost.rise_bytes
-        if meets and (shape.tail_segment == count or event is ActivationEvent.BACKWARD):
-            least += larger * before + (plan.microbatches - larger) * others[index - 1].after_bytes
-        else:
-            least += before
+        least = larger * after + (plan.microbatches - larger) * other_after if meets else after
+        least += reloaded + cost.rise_bytes
         if event is ActivationEvent.BACKWARD:
             least -= facts.backward_rise(segment) - facts.least_backward_rise(segment)
+        if event is ActivationEvent.RELOAD:
+            reloaded = cost.moved_bytes
+        else:
+            after, other_after, reloaded = cost.after_bytes, other.after_bytes, 0
         found.append(_Moment(segment=segment, is_backward=event is ActivationEvent.BACKWARD, least_bytes=least))
     return tuple(found)
+
+
+def _events(shape: StepShape) -> tuple[list[tuple[ActivationEvent, int]], tuple[ActivationEvent, int] | None]:
+    """Events of a microbatch, where what leaves is away for as long as any schedule lets it; and
+    in turns the one that all microbatches come to before any of them goes on.
+    """
+    count = len(shape.segments)
+    back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
+    meeting = (ActivationEvent.SEED, -1)
+    if shape.tail_segment < count:
+        before = (segment for segment in back if segment < shape.tail_segment)
+        meeting = next(((ActivationEvent.BACKWARD, segment) for segment in before), None)
+    events = [(ActivationEvent.START, -1)]
+    for segment in range(count):
+        events.append((ActivationEvent.FORWARD, segment))
+        if _leaves(segment, shape):
+            events += [(ActivationEvent.OFFLOAD, segment), (ActivationEvent.DROP, segment)]
+    events.append((ActivationEvent.SEED, -1))
+    for segment in back:
+        events += [(ActivationEvent.RELOAD, segment)] if _leaves(segment, shape) else []
+        events.append((ActivationEvent.BACKWARD, segment))
+    return events, meeting
+
+
+def _leaves(segment: int, shape: StepShape) -> bool:
+    return shape.has_backward[segment] and shape.leaves[segment] is not None
 
 
 def compute_seconds(

@@ -118,9 +118,9 @@ class SegmentStorages(TraceStorages):
         """Bytes that an offload of the segment moves, and a reload makes: of what it saved
         (offload), or of its arguments (recompute).
         """
-        return self._of_segment("copies", segment, lambda q: sum(s.nbytes for s in self._movable(q) if s.leaves))
+        return self._of_segment("copies", segment, lambda q: sum(s.nbytes for s in self.movable(q) if s.leaves))
 
-    def _movable(self, segment: int) -> list[StorageProfile]:
+    def movable(self, segment: int) -> list[StorageProfile]:
         """Storages that a segment moves if it does not keep them: all it saved (offload), or its
         arguments (recompute). Of these some stay (`StorageProfile.leaves`).
         """
@@ -141,7 +141,7 @@ class SegmentStorages(TraceStorages):
         first, last, saved = self.roles[segment]
         if not saved.policy.recomputes or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
             return 0
-        return sum(s.nbytes for s in self._movable(segment) if leaves is None or s.leaves is leaves)
+        return sum(s.nbytes for s in self.movable(segment) if leaves is None or s.leaves is leaves)
 
     def selected_bytes(self, segment: int) -> int:
         """Returns what a selective segment holds beyond its arguments and never moves."""
