@@ -328,10 +328,31 @@ def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case)
         assert bytes_of_check(plan, case.profile, rows, device=device, known=of_checks) == check
 
 
+def with_peaks(draw: Any, case: Case) -> Case:
+    """The same with calls, code between them and seeds that rise and leave something."""
+    rises, leaves = st.sampled_from([0, 0, 40, 1000]), st.sampled_from([0, 0, -30, 200])
+    trace = max(case.profile.traces.values(), key=lambda one: one.rows)
+    calls = tuple(
+        replace(
+            call,
+            forward_peak_bytes=draw(rises),
+            inside_peak_bytes=draw(rises),
+            backward_peak_bytes=draw(rises),
+            backward_leaves_bytes=draw(leaves),
+            between_peak_bytes=draw(rises),
+            between_leaves_bytes=draw(leaves),
+        )
+        for call in trace.calls
+    )
+    filled = {"calls": calls, "seed_peak_bytes": draw(rises), "prologue_peak_bytes": draw(rises)}
+    traces = {rows: replace(one, **filled) for rows, one in case.profile.traces.items()}
+    return replace(case, profile=replace(case.profile, traces=traces))
+
+
 @given(data=st.data(), drawn=cases(), device=st.sampled_from(["cpu", "gpu"]))
 def test_no_peak_is_below_its_bound(data: st.DataObject, drawn: Case, device: str) -> None:
     """Of plans whose calls and blocks each do as they like, in any tier."""
-    case = with_storages(data.draw, drawn)
+    case = with_peaks(data.draw, with_storages(data.draw, drawn))
     bounds = PeakBounds(case.profile, staging_bytes=0, device=device)
     schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
     step = lower(schedule, case.plan, case.profile, staging_bytes=0, device=device)

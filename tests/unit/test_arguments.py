@@ -123,6 +123,24 @@ def test_a_proof_without_a_limit_holds_and_names_none() -> None:
     assert "BREACHED" in Proof(limit_bytes=1, predicted_peak_bytes=1, measured_peak_bytes=2).line()
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, not '1'"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0, not nan"),
+        ({"split": 3}, "split must be a function"),
+        ({"tiers": {"x": 3}}, "takes a memfit.homes.factories.FurtherTier, not 3"),
+    ],
+)
+def test_what_is_of_another_kind_than_an_argument_takes_is_refused_by_its_name(
+    asked: dict[str, Any], said: str
+) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=said):
+        memfit.fit(model, optimizer, lambda m, b: m(b).sum(), torch.randn(4, 6), **asked)
+
+
 # Samples
 
 

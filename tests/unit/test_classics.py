@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.candidates import Candidate
+from memfit.planning.candidates import Candidate, list_candidates
 from memfit.planning.classics import CLASSICS, list_classics
 from memfit.planning.planner import choose_plan
 from memfit.scheduling.build import build_step
@@ -131,6 +132,20 @@ def test_a_technique_that_needs_what_is_not_there_is_refused_with_those_that_can
     assert "vdnn" not in classics(profile, tiers=())
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"numerics": "exact"}, r"plan='zero-offload' regroups sums.*numerics='exact'"),
+        ({"scheme": "journal"}, r"plan='zero-offload' says where everything rests, and so does a journal"),
+    ],
+)
+def test_a_technique_beside_what_it_does_not_go_with_is_refused_by_name(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        choose_plan(
+            profile_of(layers=2), Budget(limit_bytes=None), card(), tiers=TIERS, classic="zero-offload", **asked
+        )
+
+
 def test_plans_are_given_as_files_or_by_name(tmp_path: Path) -> None:
     assert read_given(None).plan is read_given(None).classic is None
     assert read_given("zero-offload").classic == read_given(Path("zero-offload")).classic == "zero-offload"
@@ -157,3 +172,16 @@ def test_more_room_and_more_tiers_are_never_slower(parts: tuple[float, float], m
             return float("inf")
 
     assert seconds(larger, tiers[1]) <= seconds(smaller, tiers[0])
+
+
+def test_where_all_blocks_are_too_small_to_move_no_plan_says_that_they_do() -> None:
+    """Their plans differ in the buffers of what leaves of calls alone."""
+    profile = gpt_profile(layers=3, width=64, vocabulary=64, tokens=256)
+    listed = list(list_candidates(profile, microbatches=1, tiers=TIERS, clips_norm=False))
+    assert not any(candidate.plan.blocks for candidate in listed)
+    assert all("all on the device" in candidate.name for candidate in listed)
+    kept = [candidate for candidate in listed if "; keep; " in candidate.name]
+    assert [candidate.plan.prefetch for candidate in kept] == [1]
+    buffers = {candidate.plan.prefetch for candidate in listed if "offload to disk" in candidate.name}
+    assert buffers == {0, 1, 3}
+    assert len({candidate.name for candidate in listed}) == len(listed)

@@ -6,29 +6,38 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+from memfit import devices
 from memfit.api import probe_engine
 from memfit.cli import app
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.hardware import Hardware
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.limits import Limits
 from memfit.core.machines import read_hardware
-from memfit.core.rates import rates_of
+from memfit.core.rates import ROUNDED_BYTES, SPLIT_BYTES, rates_of
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
+from memfit.homes import master_probes
+from memfit.homes.master_probes import probe_rounding, probe_splitting
 from memfit.host import OthersMeter
 from memfit.job import measuring_rates, probing, probing_whole, saved_hardware
+from memfit.job.few_bits import computes_in_bf16
 from memfit.job.machine import Machine, open_machine
 from memfit.optimizers import pieces_probe
+from memfit.scheduling.work_amounts import _ROUNDED_PIECES, _SPLIT_PIECES
 from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
-# What no probe measures: classes that are there for profiles made by hand or rest on constants.
-NOT_MEASURED = {WorkKind.FLOPS, WorkKind.SPLIT, WorkKind.ROUNDED}
+# What no probe measures: classes that are there for profiles made by hand.
+NOT_MEASURED = {WorkKind.FLOPS}
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +200,76 @@ def test_rates_of_the_engine_explain_all_that_was_measured() -> None:
     # Where all are, the spread says so.
     noisy = [(amounts, seconds * draw.uniform(0.5, 1.5)) for amounts, seconds in actions]
     assert probe_engine.explained(noisy)[1] > 0.1
+
+
+class Moved(TorchDispatchMode):
+    """Counts operations, and the bytes that those read and write that make no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if not func.is_view and func not in ALLOCATES | INDEXES:
+            read = args[1:] if func is torch.ops.aten.copy_.default else args
+            given = tree_leaves((read, kwargs, made))
+            self.nbytes += sum(one.numel() * one.element_size() for one in given if isinstance(one, torch.Tensor))
+        return made
+
+
+def here_described() -> Hardware:
+    found = read_hardware("h200")
+    assert found is not None
+    return found
+
+
+# They move nothing, or no more than the few elements that are indexed.
+ALLOCATES = {torch.ops.aten.empty_like.default, torch.ops.aten.empty.memory_format}
+INDEXES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_add_.default}
+
+
+@pytest.mark.parametrize(
+    ("probe", "nbytes", "pieces"),
+    [(probe_splitting, SPLIT_BYTES, _SPLIT_PIECES), (probe_rounding, ROUNDED_BYTES, _ROUNDED_PIECES)],
+)
+def test_what_updates_of_bf16_weights_move_and_launch_is_what_their_operations_do(
+    probe: Any, nbytes: float, pieces: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The constants that accelerators are priced with, beside a count of the operations that the probe runs."""
+    runs: list[Any] = []
+    monkeypatch.setattr(master_probes, "_elements_per_s", lambda _device, run: runs.append(run) or 1.0)
+    probe(CPU)
+    masters = torch.linspace(-1.0, 1.0, PIECE_ELEMENTS)
+    with Moved() as moved:
+        runs[0](masters)
+    assert moved.nbytes / PIECE_ELEMENTS == pytest.approx(nbytes, rel=0.1)
+    rates = rates_of(here_described())
+    of_a_piece = rates[WorkKind.OPERATIONS].per_s / rates[WorkKind.PIECES].per_s
+    assert moved.operations == pytest.approx(pieces * of_a_piece, rel=0.15)
+
+
+def test_rates_of_masters_are_those_of_what_is_measured_and_leave_launching_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that each element takes a nanosecond of, and each run a second."""
+    now = 0.0
+
+    def run(masters: torch.Tensor) -> None:
+        nonlocal now
+        now += 1.0 + 1e-9 * masters.numel()
+
+    monkeypatch.setattr(devices, "clock_of", lambda _device: lambda: now)
+    monkeypatch.setattr(master_probes, "_LEAST_SHARE", 1e-6)
+    assert master_probes._elements_per_s(CPU, run) == pytest.approx(1e9, rel=1e-3)
+
+
+def test_bf16_is_probed_with_its_masters_where_it_is_allowed(tmp_path: Path) -> None:
+    kinds = {WorkKind.SPLIT, WorkKind.ROUNDED}
+    assert not kinds & {*probing.probe(here(), tmp_path).rates}
+    found = probing.probe(here(), tmp_path, probes_bf16=True)
+    assert kinds <= {*found.rates}
+    assert all(1e6 < found.rates[kind].per_s < 1e12 for kind in kinds)
+    assert [computes_in_bf16({name}) for name in ("bf16", "bf16-weights-sr", "int8-state")] == [True, True, False]

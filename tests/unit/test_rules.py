@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -179,9 +180,9 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
     limits = [limit(every * share // 20 + 6 * MIB) for share in range(3, 20)]
     build, count, built = between._Pair.build, PlanQuestion.build, 0
 
-    def built_above_its_bound(pair: Any, index: int) -> Any:
-        bound_s = pair._bound_s(pair._middle)
-        found = build(pair, index)
+    def built_above_its_bound(pair: Any, number: int, index: int) -> Any:
+        bound_s = pair._bound_s(number)
+        found = build(pair, number, index)
         assert found.weighed_s >= bound_s * (1 - 1e-9)
         return found
 
@@ -205,11 +206,51 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
     built = 0
     assert answers() == short
     of_seconds = built
-    monkeypatch.setattr(between._Pair, "_bound_s", lambda *_: 0.0)
+    monkeypatch.setattr(
+        between._Pair, "_may_win", lambda pair, count, _: pair._fast.weighed_bound <= pair._bound_s(count)
+    )
     built = 0
     assert answers() == short
     assert len(short) > 8
     assert 0 < of_short < of_seconds < built
+
+
+@pytest.mark.parametrize("seed", [6, 7, 42])
+def test_where_a_faster_plan_begins_to_fit_what_lies_between_is_still_found(seed: int) -> None:
+    """Layers of different lengths, whose saved tensors a slow disk takes as long for as they compute: a plan may be
+    slower by its waits than those with fewer calls of its policy. One byte less than each uniform plan needs, and that.
+    """
+    rng = random.Random(seed)
+    slowest, asked = math.inf, 0
+    for _ in range(4):
+        layers, factor = rng.choice([3, 4, 5]), rng.choice([2, 4, 8])
+        profile = gpt_profile(
+            layers=layers, width=64, vocabulary=64, tokens=1024, batch_rows=1, rows=(1,), factor=factor
+        )
+        longer = [rng.choice([0.2, 1.0, 1.0, 4.0]) for _ in profile.traces[1].calls]
+        calls = tuple(
+            replace(
+                call,
+                forward_flops=int(call.forward_flops * times),
+                backward_flops=int(call.backward_flops * times),
+                held_results=(),
+            )
+            for call, times in zip(profile.traces[1].calls, longer, strict=True)
+        )
+        profile = replace(profile, traces={1: replace(profile.traces[1], calls=calls)})
+        per_s = (factor + 1) * 1e10 / (6 * 64 * rng.uniform(0.3, 3.0))
+        link = Link(read_bytes_per_s=per_s, write_bytes_per_s=per_s)
+        away = {Tier.DEVICE: TierSpec(nbytes=1 << 40), Tier.DISK: TierSpec(nbytes=1 << 40, link=link)}
+        hardware = Hardware(device="cpu", flops_per_s=1e10, tiers=away)
+        uniform = list_candidates(profile, microbatches=1, tiers=(Tier.DISK,), clips_norm=False)
+        peaks = {predicted(candidate.plan, profile).peak_bytes for candidate in uniform}
+        slowest, costs = math.inf, PlanCosts()
+        for nbytes in sorted({peak - more for peak in peaks for more in (0, 1)}):
+            with contextlib.suppress(DoesNotFitError):
+                choice = choose_plan(profile, limit(nbytes), hardware, staging_bytes=0, costs=costs)
+                assert choice.weighed_s <= slowest * (1 + 1e-9), f"{layers} layers, {nbytes} bytes"
+                slowest, asked = choice.weighed_s, asked + 1
+    assert asked > 20
 
 
 def test_between_segments_of_several_calls_and_calls_of_their_own_plans_are_legal(

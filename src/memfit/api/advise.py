@@ -32,10 +32,10 @@ from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
-from memfit.core.tiers import is_processor
+from memfit.core.tiers import NETWORK, is_processor
 from memfit.core.timeline import Timeline
 from memfit.job.described import PlannedFor, plan_for
-from memfit.job.few_bits import encodes_states, encoding_bytes
+from memfit.job.few_bits import computes_in_bf16, encodes_states, encoding_bytes
 from memfit.job.machine import device_of
 from memfit.job.operation_trials import workspaces_of
 from memfit.job.plan_checks import check_effect
@@ -221,11 +221,13 @@ def ask(
         UsageError: as in `advise`.
     """
     allow = own_allowances(allow)
-    check_arguments(model, loss, allow, max_grad_norm, numerics)
+    check_arguments(model, loss, allow, max_grad_norm, numerics, split)
     stated, device = read_hardware(hardware), device_of(model)
     given = read_given(plan)
     if lines:
         given_plan = given.plan
+        if given.classic is not None:
+            raise UsageError(f"plan={given.classic!r} is chosen for job.step: leave it out with lines=True")
         check_asked(
             max_grad_norm=max_grad_norm, weight=None, split=split, on_breach="error", scheme=scheme, plan=given_plan
         )
@@ -259,7 +261,7 @@ def ask(
         stated = measured or probe(
             planned.here,
             directory,
-            probes_bf16=tries or "bf16" in allow,
+            probes_bf16=tries or computes_in_bf16(allow),
             probes_codecs=tries or encodes_states(allow),
         )
     assert stated is not None, "what is not here is described"
@@ -391,6 +393,8 @@ class Asked:
         """Prices a plan that is decided."""
         allow, clips_norm = self.wanted.allow, self.wanted.clips_norm
         check_precision(plan, self._problem.model, allow)
+        if plan.ranks > 1:
+            self.hardware.link(NETWORK)  # refuses machines of which it is not known
         problem = replace(self._problem, cut=self._ways()[0])
         found = problem.profile_for(plan, self._sample)
         check_exact(plan, found, problem.numerics)

@@ -394,7 +394,7 @@ class _Search:
         more = more + library_bytes_to_come(profile.libraries) if machine.counts_process else 0
         budget = replace(self._budget, base_bytes=self._budget.base_bytes + more)
         may_be_chunked = chunk is None and len(self._chunks()) > 1
-        checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
+        checks = wanted.checks_split and NONADDITIVE not in wanted.allow
         return choose_plan(
             accumulated(profile) if wanted.has_lines else profile,
             budget,

@@ -172,7 +172,9 @@ def find_smallest_limit(
     while good - bad > max(MIB, good // _GRAIN):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if does(middle) else (good, middle)
-    limit = limit_to_name(good, varies=asked.planned.machine.counts_process)
+    # One that a refusal named is one to name already.
+    is_named = good == bad
+    limit = good if is_named else limit_to_name(good, varies=asked.planned.machine.counts_process)
     choice = found[good]
     assert choice is not None, "the last that does"
     advice = asked.advice_of(choice)

@@ -36,9 +36,9 @@ from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
-from memfit.homes.factories import FurtherTier
+from memfit.homes.factories import FurtherTier, further_tiers
 from memfit.job.compiled_blocks import check_compile, compile_blocks, tell_compiled
-from memfit.job.few_bits import encodes_states, encoding_bytes
+from memfit.job.few_bits import computes_in_bf16, encodes_states, encoding_bytes
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_kind, check_limit
@@ -245,12 +245,12 @@ def fit(
     asked = dict(locals())
     with fitting_ranks(model, optimizer, asked) as ranks:
         allow = own_allowances(allow)
-        check_arguments(model, loss, allow, max_grad_norm, numerics)
+        check_arguments(model, loss, allow, max_grad_norm, numerics, split)
         refuse_held(model)
         saved = None if store is not None else _save_in(resume)
         if saved is not None:
             weights, resume = saved, None
-        further = {Tier(name): each for name, each in tiers.items()}
+        further = further_tiers(tiers)
         limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
         stated = read_hardware(hardware)
         check_kind(stated, device_of(model), is_emulated=emulate_device)
@@ -299,7 +299,8 @@ def fit(
                 weights = None  # they are the run's
             encoding = encoding_bytes(model, allow)
             loaded = load_weights(model, weights, home, machine, stack, encoding_bytes=encoding)
-            probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+            probes = {"probes_bf16": computes_in_bf16(allow), "probes_codecs": encodes_states(allow)}
+            probed = partial(probe, machine, home, **probes)
             problem = Problem(
                 model=model,
                 loss=loss,

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError, UsageError
-from memfit.core.rates import Rate
+from memfit.core.rates import ROUNDED_ELEMENTS_PER_S, SPLIT_ELEMENTS_PER_S, Rate
 from memfit.core.tiers import NETWORK, Tier
 from memfit.core.units import parse_bytes
 from memfit.core.work_kinds import WorkKind
@@ -145,6 +145,8 @@ class Hardware:
         codec_elements_per_s: elements of optimizer states that the device decodes and encodes in a
             second; probed where such formats are allowed (one core of a 2020s server: 2e8).
         host_codec_elements_per_s: the same on the host's cores, beside an accelerator.
+        host_split_elements_per_s, host_rounded_elements_per_s: parameters whose masters the host's
+            cores join and split, and that they round stochastically; the device's are in `rates`.
         datasheet: peaks that the rates were made from; None where they were measured.
         rates: of classes of work on the device, as measured; a class that is missing has a derived
             one (`core.rates`).
@@ -168,6 +170,8 @@ class Hardware:
     codec_elements_per_s: float = 2e8
     host_update_elements_per_s: float = 3e8
     host_codec_elements_per_s: float = 2e8
+    host_split_elements_per_s: float = SPLIT_ELEMENTS_PER_S
+    host_rounded_elements_per_s: float = ROUNDED_ELEMENTS_PER_S
     bf16_flops_per_s: float | None = None
     datasheet: DataSheet | None = None
     rates: Mapping[WorkKind, Rate] = field(default_factory=dict[WorkKind, Rate])

@@ -466,7 +466,7 @@ _OPTIONAL = {"tail", "loss_chunk_tokens"}
 
 
 def _check_format(found: object) -> None:
-    if found != PLAN_FORMAT:
+    if type(found) is not int or found != PLAN_FORMAT:
         raise ValueError(f'it must say "format": {PLAN_FORMAT}')
 
 

@@ -6,6 +6,8 @@ Out: a `Rate` for each `WorkKind`. Measured ones (`memfit probe`) stand in `Hard
 [Note: derived rates]
 Ratios to matrix products and to memory's bandwidth, as measured on a server's core with AVX-512 for
 processors, and assumed for accelerators. They say what a class costs roughly; their spread says so.
+What an accelerator's update does with bf16 weights beside the optimizer's class is derived from the
+bytes that its operations move.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ if TYPE_CHECKING:
 DERIVED_SPREAD = 0.3
 
 SPLIT_ELEMENTS_PER_S = 1.3e9
-"""Joining a master from its weight and the rest, and splitting it again, parameters a second
-(measured: 512 Ki in 0.4 ms on one core).
+"""Joining a master from its weight and the rest, and splitting it again, parameters a second on one
+core, without launching (measured: 512 Ki in 0.2 ms on a server's core with AVX-512, in 0.55 ms on
+one with AVX2).
 """
-ROUNDED_ELEMENTS_PER_S = 7.5e8
-"""Rounding weights that have no masters stochastically, parameters a second.
+ROUNDED_ELEMENTS_PER_S = 4.4e8
+"""Rounding weights that have no masters stochastically, likewise (0.55 and 2.6 ms).
+"""
+SPLIT_BYTES = 30.0
+"""Bytes that the operations of joining a master, splitting it again and rounding its weight read
+and write.
+"""
+ROUNDED_BYTES = 116.0
+"""Bytes that the operations of drawing a parameter's noise and rounding it read and write.
 """
 
 
@@ -117,8 +127,8 @@ def host_rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
         WorkKind.PIECES: beside[WorkKind.PIECES],
         WorkKind.PIECE_TRANSFERS: beside[WorkKind.PIECE_TRANSFERS],
         WorkKind.ENCODED: Rate(hardware.host_codec_elements_per_s),
-        WorkKind.SPLIT: Rate(SPLIT_ELEMENTS_PER_S),
-        WorkKind.ROUNDED: Rate(ROUNDED_ELEMENTS_PER_S),
+        WorkKind.SPLIT: Rate(hardware.host_split_elements_per_s),
+        WorkKind.ROUNDED: Rate(hardware.host_rounded_elements_per_s),
     }
 
 
@@ -139,8 +149,11 @@ def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
     found[WorkKind.OPERATIONS] = Rate(_OPERATIONS_PER_S[column], DERIVED_SPREAD)
     found[WorkKind.UPDATED] = Rate(hardware.update_elements_per_s)
     found[WorkKind.ENCODED] = Rate(hardware.codec_elements_per_s)
-    found[WorkKind.SPLIT] = Rate(SPLIT_ELEMENTS_PER_S)
-    found[WorkKind.ROUNDED] = Rate(ROUNDED_ELEMENTS_PER_S)
+    is_beside = not is_processor(hardware.device)
+    split_per_s = memory / SPLIT_BYTES if is_beside else SPLIT_ELEMENTS_PER_S
+    rounded_per_s = memory / ROUNDED_BYTES if is_beside else ROUNDED_ELEMENTS_PER_S
+    found[WorkKind.SPLIT] = Rate(split_per_s, DERIVED_SPREAD)
+    found[WorkKind.ROUNDED] = Rate(rounded_per_s, DERIVED_SPREAD)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from memfit import devices
-from memfit.core.errors import StoreError
+from memfit.core.errors import StoreError, UsageError
 from memfit.core.hardware import LinkTraffic, TierSpec
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
@@ -135,6 +135,18 @@ class FurtherTier:
 
     spec: TierSpec
     make: FactoryMaker
+
+
+def further_tiers(tiers: Mapping[str, FurtherTier]) -> dict[Tier, FurtherTier]:
+    """Reads tiers as they are given to `fit(tiers=...)`.
+
+    Raises:
+        UsageError: a name that no tier may have, or something else than a `FurtherTier`.
+    """
+    for name, given in tiers.items():
+        if not isinstance(given, FurtherTier):
+            raise UsageError(f"tiers={{{name!r}: ...}} takes a memfit.homes.factories.FurtherTier, not {given!r:.80}")
+    return {Tier(name): given for name, given in tiers.items()}
 
 
 class MemoryFactory(HomeFactory):

@@ -14,11 +14,17 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.core.frozen_formats import FrozenFormat, encoded_sizes
 from memfit.core.plan import Plan
+from memfit.core.precision import WITHOUT_MASTERS
 from memfit.core.profile import BlockProfile, Profile
 from memfit.core.state_formats import StateFormat
 from memfit.homes.encoded_weights import ENCODING_BYTES
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
+
+
+def computes_in_bf16(allow: Collection[str]) -> bool:
+    """Tells whether weights may compute in bf16."""
+    return "bf16" in allow or WITHOUT_MASTERS in allow
 
 
 def encodes_states(allow: Collection[str]) -> bool:

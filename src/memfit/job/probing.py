@@ -18,8 +18,11 @@ import torch
 
 from memfit import devices
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
+from memfit.core.work_kinds import WorkKind
+from memfit.homes.master_probes import probe_rounding, probe_splitting
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.machine import Machine
 from memfit.job.saved_hardware import disk_name, load_saved
@@ -52,7 +55,8 @@ def probe(
     Args:
         machine: with its limits.
         directory: on the disk that homes would use; the temporary directory's if None.
-        probes_bf16: matrix products in bf16 too.
+        probes_bf16: matrix products in bf16 too, and what updates of such weights do beside the
+            optimizer's class.
         probes_codecs: decoding and encoding of optimizer states.
     """
     # Host memory of an emulated device: its limit may leave no room beside the model as it was
@@ -91,6 +95,14 @@ def _probe(machine: Machine, directory: str | Path | None, *, probes_bf16: bool,
         }
         if probes_codecs:
             codecs["host_codec_elements_per_s"] = probe_codecs(_HOST)
+        if probes_bf16:
+            codecs["host_split_elements_per_s"] = probe_splitting(_HOST)
+            codecs["host_rounded_elements_per_s"] = probe_rounding(_HOST)
+    if probes_bf16:
+        codecs["rates"] = {
+            WorkKind.SPLIT: Rate(probe_splitting(machine.device)),
+            WorkKind.ROUNDED: Rate(probe_rounding(machine.device)),
+        }
     flops_per_s = _probe_flops(machine.device, torch.float32)
     bf16_flops_per_s = _probe_flops(machine.device, torch.bfloat16) if probes_bf16 else None
     if isinstance(machine.meter, AcceleratorMeter):

@@ -25,6 +25,7 @@ from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
+from memfit.homes.master_probes import probe_rounding, probe_splitting
 from memfit.homes.state_codecs import probe_codecs
 from memfit.host import OthersMeter, cache_bytes, read_host
 from memfit.job.measuring_rates import measure_rates
@@ -64,6 +65,8 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
     rates = dict(measure_rates(device))
     rates[WorkKind.UPDATED] = _repeated(lambda: probe_piece_updates(device), rounds=3)
     rates[WorkKind.ENCODED] = _repeated(lambda: probe_codecs(device), rounds=2)
+    rates[WorkKind.SPLIT] = _repeated(lambda: probe_splitting(device), rounds=3)
+    rates[WorkKind.ROUNDED] = _repeated(lambda: probe_rounding(device), rounds=3)
     tiers: dict[Tier, TierSpec] = {}
     if is_accelerator:
         tiers[Tier.HOST] = TierSpec(nbytes=_own_memory_bytes(), link=probe_copies(device))
@@ -75,6 +78,8 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
     if is_accelerator:
         on_host["host_update_elements_per_s"] = probe_updates(_HOST)
         on_host["host_codec_elements_per_s"] = probe_codecs(_HOST)
+        on_host["host_split_elements_per_s"] = probe_splitting(_HOST)
+        on_host["host_rounded_elements_per_s"] = probe_rounding(_HOST)
     return Hardware(
         device=identity_of(device)["device"],
         flops_per_s=rates[WorkKind.PRODUCTS_256].per_s,

@@ -375,7 +375,7 @@ class FirstOf:
 
 
 def check_arguments(
-    model: Any, loss: Any, allow: Collection[str], max_grad_norm: float | None, numerics: str = "auto"
+    model: Any, loss: Any, allow: Collection[str], max_grad_norm: Any, numerics: str = "auto", split: Any = None
 ) -> None:
     """Raises `UsageError` for arguments that cannot be."""
     if not isinstance(model, nn.Module):
@@ -390,9 +390,11 @@ def check_arguments(
     if isinstance(allow, str):
         raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
     check_wish(numerics, allow)
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if split is not None and not callable(split):
+        raise UsageError(f"split must be a function split(batch, count) -> batches, not {split!r:.80}")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
         raise UsageError(
-            f"max_grad_norm must be above 0, not {max_grad_norm}: give the norm to clip to, or None to clip nothing"
+            f"max_grad_norm must be a number above 0, not {max_grad_norm!r:.80}: give the norm to clip to, or None to clip nothing"
         )
 
 

@@ -40,7 +40,7 @@ AHEAD = Ahead(prefetch=2, backlog=1)
 """How far the frames of mixtures go ahead."""
 BUFFERS_AHEAD = (2, 1, 3, 4)
 """Blocks fetched ahead as polishing tries them."""
-BACKLOGS = (1, 2, 3, 4)
+BACKLOGS = (0, 1, 2, 3, 4)
 """The same of compute actions beside which updates run."""
 
 

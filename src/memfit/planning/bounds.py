@@ -120,7 +120,11 @@ class PeakBounds:
         if key not in self._activations:
             traces = traces_of(self._profile, plan.microbatches, self._known)
             facts = [self._known.segments(trace, plan, shape, self._profile) for trace in traces]
-            self._activations[key] = tuple(sorted(_lifetimes(facts), key=lambda moment: -moment.least_bytes))
+            # Of a segment's forwards, and of its backwards, the highest.
+            highest: dict[tuple[int, bool], _Moment] = {}
+            for moment in sorted(_lifetimes(facts), key=lambda moment: -moment.least_bytes):
+                highest.setdefault((moment.segment, moment.is_backward), moment)
+            self._activations[key] = tuple(highest.values())
         return self._activations[key]
 
 
@@ -138,8 +142,8 @@ class _LeastLifetimes(Lifetimes):
 def _lifetimes(of_microbatches: Sequence[SegmentFacts]) -> tuple[_Moment, ...]:
     """The moments of the largest microbatch, and of all of them where they meet."""
     facts = of_microbatches[0]
-    plan, shape = facts.plan, facts.shape
-    events, meeting = _events(shape)
+    plan = facts.plan
+    events, meeting = _events(facts)
     found: list[_Moment] = []
     costs = _LeastLifetimes(facts, is_training=True).follow(events)
     # Microbatches of as many rows share their facts; the last are the smaller ones.
@@ -162,11 +166,12 @@ def _lifetimes(of_microbatches: Sequence[SegmentFacts]) -> tuple[_Moment, ...]:
     return tuple(found)
 
 
-def _events(shape: StepShape) -> tuple[list[tuple[ActivationEvent, int]], tuple[ActivationEvent, int] | None]:
+def _events(facts: SegmentFacts) -> tuple[list[tuple[ActivationEvent, int]], tuple[ActivationEvent, int] | None]:
     """Events of a microbatch, where what leaves is away for as long as any schedule lets it; and
     in turns the one that all microbatches come to before any of them goes on.
     """
-    count = len(shape.segments)
+    plan, shape = facts.plan, facts.shape
+    count, takes_turns = len(shape.segments), plan.order is Order.LAYER_MAJOR and plan.microbatches > 1
     back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
     meeting = (ActivationEvent.SEED, -1)
     if shape.tail_segment < count:
@@ -181,6 +186,8 @@ def _events(shape: StepShape) -> tuple[list[tuple[ActivationEvent, int]], tuple[
     for segment in back:
         events += [(ActivationEvent.RELOAD, segment)] if _leaves(segment, shape) else []
         events.append((ActivationEvent.BACKWARD, segment))
+        if takes_turns and facts.code_before(segment) is not None:
+            events.append((ActivationEvent.BETWEEN, segment))
     return events, meeting
 
 
@@ -194,12 +201,15 @@ def compute_seconds(
     """Seconds of pure compute of a training step, from the trace of each microbatch: a lower bound
     of any schedule's time.
     """
-    found = {id(trace): _compute_work(trace, plan, shape, known) for trace in traces}
-    of_traces = [(found[id(trace)], 1.0) for trace in traces]
-    return pace.work_s(summed(of_traces)) + pace.work_s(STEP_ITSELF)
+    works = {id(trace): _compute_works(trace, plan, shape, known) for trace in traces}
+    if pace.adds_up:
+        seconds = {trace: sum(map(pace.work_s, of_trace)) for trace, of_trace in works.items()}
+        return sum(seconds[id(trace)] for trace in traces) + pace.work_s(STEP_ITSELF)
+    summed_up = {trace: summed((work, 1.0) for work in of_trace) for trace, of_trace in works.items()}
+    return pace.work_s(summed((summed_up[id(trace)], 1.0) for trace in traces)) + pace.work_s(STEP_ITSELF)
 
 
-def _compute_work(trace: TraceProfile, plan: Plan, shape: StepShape, known: KnownFacts) -> Work:
+def _compute_works(trace: TraceProfile, plan: Plan, shape: StepShape, known: KnownFacts) -> list[Work]:
     works = [trace.prologue_work, trace.seed_work, SEED_ENTRY]
     for segment, has_backward in enumerate(shape.has_backward):
         first, last = shape.segments[segment]
@@ -208,7 +218,7 @@ def _compute_work(trace: TraceProfile, plan: Plan, shape: StepShape, known: Know
             works.append(
                 known.found(key, lambda: segment_work(trace, plan, shape, segment, is_backward=is_backward))  # noqa: B023, asked at once
             )
-    return summed((work, 1.0) for work in works)
+    return works
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, pace: Pace) -> tuple[float, float]:

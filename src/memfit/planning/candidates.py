@@ -18,7 +18,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
@@ -125,7 +125,7 @@ def list_candidates(
         for choice in _saved_choices(trace, chosen, tiers):
             calls = _calls(choice, trace, chosen, written)
             seen: list[Plan] = []
-            for homes in places:
+            for homes in _of_model(places, profile, choice):
                 plan = Plan(
                     microbatches=microbatches,
                     order=order,
@@ -140,11 +140,21 @@ def list_candidates(
                     plan = journaled(plan, profile, like)
                     if problem_of_journaled(plan, profile) is not None:
                         continue
-                # blocks too small to move are at home on the device wherever the others are
                 if plan not in seen:
                     seen.append(plan)
                     name = _name(microbatches, is_layer_major=is_layer_major, choice=choice, homes=homes)
                     yield from _with_masters(name, plan, forms)
+
+
+def _of_model(places: Sequence[_Homes], profile: Profile, choice: _SavedChoice) -> list[_Homes]:
+    """Returns the places of a model's blocks. Where all blocks are too small to move, these are all
+    on the device, with as many buffers as the others have for what leaves of calls.
+    """
+    if any(_blocks(profile, homes) for homes in places):
+        return list(places)
+    leaves = choice.call.saved.policy.offloads or choice.call.boundary_home is not Tier.DEVICE
+    buffers = dict.fromkeys(homes.prefetch for homes in places) if leaves else (places[0].prefetch,)
+    return [replace(places[0], prefetch=prefetch) for prefetch in buffers]
 
 
 def _calls(

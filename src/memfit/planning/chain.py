@@ -105,7 +105,8 @@ def chain_bound_s(prices: ChainPrices, device: int | None, tiers: Mapping[Tier, 
 
 
 def clock_bound_s(prices: ChainPrices, mixture: Mixture) -> float:
-    """Returns what the program says of one mixture, its bytes aside: at most what it takes.
+    """Returns what the program says of one mixture, its bytes aside: at most what it takes, by
+    which tests show that the program is a bound.
 
     Args:
         prices: of the frame.

@@ -36,8 +36,6 @@ _FEW_UNITS = 32
 _LEAST_MOVES = 3
 # So many in turn that do not fit, though by their prices they do: others hardly will.
 _UNFIT = 3
-# A frame whose program says at least this multiple of the best is not rounded.
-_HOPELESS = 1.0
 # Shares that solving leaves beside a whole one.
 _WHOLE = 1e-9
 # Polishing that gains less is done less often.
@@ -219,7 +217,8 @@ class FrameSearch:
         ends: tuple[int, ...] | None = None
         for _ in range(_ROUNDS):
             shares = self._shares(slack, stall_weight, ends, tiers)
-            if shares is None or shares.seconds >= min(self._known_s, self.best_s) * _HOPELESS:
+            # A frame whose program says no less than the best is not rounded.
+            if shares is None or shares.seconds >= min(self._known_s, self.best_s):
                 return
             if ends is None:
                 # A group of ends is one: what has the most of it has all.

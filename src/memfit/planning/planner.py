@@ -33,7 +33,7 @@ from types import MappingProxyType
 from typing import Any
 
 from memfit.core.collector import without_collections
-from memfit.core.errors import DoesNotFitError
+from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
@@ -41,10 +41,9 @@ from memfit.core.numerics import Wish
 from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.tiers import Tier
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import format_bytes
 from memfit.planning.between import may_be_between, search_between
-from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
@@ -56,6 +55,7 @@ from memfit.planning.widening import MixedPlans, mixes, search_mixed
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.sizes import disk_staging_bytes, home_bytes
 
 # Mixed plans are looked for in a way to compute whose best uniform plan takes at most so many times
@@ -63,6 +63,9 @@ from memfit.scheduling.sizes import disk_staging_bytes, home_bytes
 _MAY_STILL_WIN = 1.3
 # Where nothing fits, the smallest limit that would is looked for among mixed plans in steps of 3 %.
 _BELOW = 0.97
+# Where the processor is the device, the search is held to the job's limit: effects that it keeps of
+# plans, some 10 MiB.
+_MOST_EFFECTS = 16_384
 # Where no uniform plan fits beside the device, from so many times what any takes of it at least.
 _FROM_ABOVE = 4
 
@@ -130,7 +133,8 @@ def choose_plan(
     Raises:
         DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that
             one would.
-        UsageError: no microbatch size has a trace.
+        UsageError: no microbatch size has a trace; a technique that needs what the machine does not
+            have, or that goes with nothing else that is asked for.
     """
     question = PlanQuestion(
         profile=profile,
@@ -150,8 +154,13 @@ def choose_plan(
         commits=commits,
         decided=decided,
         classic=classic,
+        known=KnownFacts(_MOST_EFFECTS if is_processor(hardware.device) else math.inf),
     )
     if classic is not None:
+        if scheme == "journal":
+            raise UsageError(
+                f"plan={classic!r} says where everything rests, and so does a journal: leave scheme='journal' out, or the technique"
+            )
         check_classic(classic, profile, hardware, question.tiers)
     if costs is not None and not mixes(question):
         conditions = hardware, clips_norm, question.staging_bytes, commits, checked_rows, scheme
@@ -165,6 +174,8 @@ def _answer(question: PlanQuestion, *, others_s: float, more_bytes: int | None, 
     if question.like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(question.like)]
     priced = [p for p in priced if question.allows(p)]
+    if not priced:
+        raise UsageError(_why_none(question))
     least_s = min(p.seconds_bound for p in priced)
     is_mixing = bool(others_s) and mixes(question)
     groups = _by_permission(priced) if is_mixing else [priced]
@@ -220,6 +231,17 @@ def _answer(question: PlanQuestion, *, others_s: float, more_bytes: int | None, 
         # Of a plan that another one beats, nobody reads.
         classics=_compared(priced, built, question) if compares and best.weighed_s < (others_s or math.inf) else (),
     )
+
+
+def _why_none(question: PlanQuestion) -> str:
+    """Says why none of the plans that are listed may be taken."""
+    asked = f"plan={question.classic!r}" if question.classic is not None else "what is asked for"
+    if question.numerics == "exact":
+        return (
+            f"{asked} regroups sums, or updates on the host otherwise than on the device, and numerics='exact' permits bitwise plain PyTorch only: "
+            "leave one of the two out"
+        )
+    return f"{asked} keeps masters otherwise than the run that goes on: leave it out"
 
 
 def _by_permission(priced: list[PricedCandidate]) -> list[list[PricedCandidate]]:
@@ -293,8 +315,7 @@ def _search_leanest(
         return []
     found: list[BuiltCandidate] = []
     least = min((b.cost.peak_bytes for b in built if b.fits_elsewhere), default=math.inf)
-    bounds = PeakBounds(question.profile, staging_bytes=question.staging_bytes, device=question.hardware.device)
-    bounded = [(bounds.of(candidate.candidate.plan), candidate) for candidate in waiting]
+    bounded = [(question.peak_bounds.of(candidate.candidate.plan), candidate) for candidate in waiting]
     for bound, candidate in sorted(bounded, key=lambda one: (one[0], one[1].index)):
         if bound > least:
             break

@@ -22,7 +22,7 @@ from memfit.core.profile import Profile
 from memfit.core.shape import StepShape
 from memfit.core.step import Step
 from memfit.core.tiers import Tier, crossed_tier, is_processor
-from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
+from memfit.planning.bounds import PeakBounds, commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.classics import list_classics
 from memfit.planning.plan_costs import PlanCosts
@@ -90,7 +90,7 @@ class BuiltCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """The arguments of `rules.choose_plan`, with its defaults resolved.
+    """The arguments of `planner.choose_plan`, with its defaults resolved.
 
     Attributes:
         tiers: beside the device, those that the hardware has.
@@ -131,6 +131,11 @@ class PlanQuestion:
     def pace(self) -> Pace:
         """Speeds of the hardware."""
         return Pace(self.hardware)
+
+    @cached_property
+    def peak_bounds(self) -> PeakBounds:
+        """Lower bounds of plans' peaks."""
+        return PeakBounds(self.profile, staging_bytes=self.staging_bytes, device=self.hardware.device, known=self.known)
 
     def within(self, tensor_bytes: int) -> PlanQuestion:
         """Returns the same with another limit of the device, of so many bytes for tensors. What is
@@ -192,8 +197,10 @@ class PlanQuestion:
 
     def _check_bytes(self, plan: Plan) -> int:
         # Of what calls do with their saved tensors only the disk's buffers are there in a forward.
-        leaves = any(tier is not None and tier.traits.is_files for tier in self.known.shape(plan, self.profile).leaves)
-        key = (tuple(plan.blocks.items()), plan.prefetch, plan.backlog, plan.splits_masters, plan.drops_masters, leaves)
+        shape = self.known.shape(plan, self.profile)
+        leaves = any(tier is not None and tier.traits.is_files for tier in shape.leaves)
+        masters = plan.splits_masters, plan.drops_masters
+        key = (tuple(plan.blocks.items()), shape.segments, plan.prefetch, plan.backlog, *masters, leaves)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
                 plan,
@@ -398,8 +405,10 @@ def _least_visits(plan: Plan, shape: StepShape, block: int) -> int:
     forwards and backwards lie between. The last segment, and a tail, may keep theirs.
     """
     segments = [segment for segment, needs in enumerate(shape.needs) if block in needs]
+    if not segments:
+        return 0
     last = min(shape.tail_segment, len(shape.segments) - 1)
-    if not segments or max(segments) >= last or not any(shape.has_backward[segment] for segment in segments):
+    if max(segments) >= last or not any(shape.has_backward[segment] for segment in segments):
         return 1
     # One microbatch's backward may be followed by the next one's forward.
     return plan.microbatches + 1 if plan.order is Order.MICROBATCH_MAJOR else 2

@@ -105,7 +105,7 @@ class Refusal:
         budget = self.budget
         if self.varies and budget.limit_bytes is not None and budget.base_bytes >= budget.limit_bytes:
             return (
-                f"No model trains below {format_bytes(budget.base_bytes)}, which Python and what is imported take. Raise the limit, or import less before "
-                "memfit.fit."
+                f"Below {format_bytes(budget.base_bytes)} there is no room: Python, what is imported and the search for a plan take that. Raise the limit, "
+                "or import less before memfit.fit."
             )
         return f"In its way: {self.in_its_way}. Try {'; '.join(self.advice)}."

@@ -159,11 +159,6 @@ class Judge:
         for mixture, known in self.judged.items():
             self.judged[mixture] = replace(known, built=question.fitted(known.built.priced, known.built.cost))
 
-    @property
-    def calls(self) -> int:
-        """Number of plans that were judged."""
-        return len(self.judged)
-
     def __call__(self, mixture: Mixture) -> Judged:
         """Builds, lowers and predicts a mixture."""
         found = self.judged.get(mixture)

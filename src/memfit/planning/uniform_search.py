@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 from memfit.core.tiers import Tier
-from memfit.planning.bounds import PeakBounds
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within
 from memfit.prediction.predict import Appraisal
 from memfit.scheduling.sizes import home_bytes
@@ -44,7 +43,6 @@ class UniformSearch:
         self._costs: dict[int, Appraisal] = {}
         self._peaks: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
-        self._bounds: PeakBounds | None = None
         self._all = tuple(reversed(self._left))
 
     @property
@@ -114,16 +112,8 @@ class UniformSearch:
         return min(map(self._least_peak, self._all))
 
     def _least_peak(self, candidate: PricedCandidate) -> int:
-        if self._bounds is None:
-            question = self._question
-            self._bounds = PeakBounds(
-                question.profile,
-                staging_bytes=question.staging_bytes,
-                device=question.hardware.device,
-                known=question.known,
-            )
         if candidate.index not in self._peaks:
-            self._peaks[candidate.index] = self._bounds.of(candidate.candidate.plan)
+            self._peaks[candidate.index] = self._question.peak_bounds.of(candidate.candidate.plan)
         return self._peaks[candidate.index]
 
     def _has_room_beside(self, candidate: PricedCandidate) -> bool:

@@ -92,6 +92,11 @@ class Pace:
             link.compute_share < 1 for link in hardware.network.values()
         )
 
+    @property
+    def adds_up(self) -> bool:
+        """Amounts of work take as long together as one after the other."""
+        return not self._launches_beside
+
     def work_s(self, work: Work) -> float:
         """Seconds of work on the device."""
         found = self._known_s.get(work)

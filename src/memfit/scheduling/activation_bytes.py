@@ -27,6 +27,7 @@ from memfit.core.schedule import Action, Backward, Drop, Forward, Offload, Reloa
 from memfit.core.shape import StepShape
 from memfit.core.step import ByteChange
 from memfit.core.tiers import Tier
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
 from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 
@@ -90,16 +91,16 @@ def follow_activations(schedule: Schedule, facts: Sequence[SegmentFacts], *, is_
 
 
 def effects_of_built(
-    schedule: Schedule, facts: Sequence[SegmentFacts], *, prefetch: int, is_itemized: bool
+    schedule: Schedule, facts: Sequence[SegmentFacts], *, known: KnownFacts, prefetch: int, is_itemized: bool
 ) -> tuple[Effect, ...]:
     """Follows the activations of a step as it was built from the plan of the facts: plans that
     differ in homes alone share the result.
     """
+    of_plan = facts[0].known
     key = "effects", prefetch, is_itemized, any(isinstance(a, Seed) for a in schedule)
-    known = facts[0].known
-    if key not in known:
-        known[key] = follow_activations(schedule, facts, is_itemized=is_itemized)
-    return known[key]
+    if key not in of_plan:
+        known.keep(of_plan, key, follow_activations(schedule, facts, is_itemized=is_itemized))
+    return of_plan[key]
 
 
 def relief_bytes(facts: SegmentFacts, segment: int, arrival: Arrival) -> int:

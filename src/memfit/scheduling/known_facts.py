@@ -8,7 +8,9 @@ the same step as without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,9 +26,16 @@ _FoundT = TypeVar("_FoundT")
 class KnownFacts:
     """Facts of one profile; held by whoever lowers many plans of it. Steps and passes without
     gradients have each their own: what is found first of a trace says what later ones share.
+
+    Args:
+        most_kept: items of what is kept as long as there is room (`keep`): a plan of many
+            microbatches has thousands, of some 0.5 KiB each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_kept: float = math.inf) -> None:
+        self._most_kept = most_kept
+        self._kept: deque[tuple[dict[Any, Any], Any, int]] = deque()
+        self._kept_items = 0
         self._of_traces: dict[int, SegmentFacts] = {}
         self._of_plans: dict[Any, SegmentFacts] = {}
         self._found: dict[Any, Any] = {}
@@ -133,6 +142,16 @@ class KnownFacts:
             key,
         )
         return self.found(whole, find)
+
+    def keep(self, where: dict[Any, Any], key: Any, items: Collection[Any]) -> None:
+        """Keeps items under a key of a dict, until newer ones need the room."""
+        where[key] = items
+        self._kept.append((where, key, len(items)))
+        self._kept_items += len(items)
+        while self._kept_items > self._most_kept and len(self._kept) > 1:
+            oldest, its_key, count = self._kept.popleft()
+            oldest.pop(its_key, None)
+            self._kept_items -= count
 
     def found(self, key: Any, find: Callable[[], _FoundT]) -> _FoundT:
         """Returns what is known under a key, or finds it. The key says all that it depends on."""

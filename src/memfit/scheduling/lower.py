@@ -185,7 +185,7 @@ class _Lowering:
         self._gradients = GradientBytes(
             plan, profile, self._facts[0], adds_apart=adds_apart, change=self._draft.change_gradient
         )
-        follow = partial(effects_of_built, prefetch=plan.prefetch) if is_built else follow_activations
+        follow = partial(effects_of_built, known=known, prefetch=plan.prefetch) if is_built else follow_activations
         self._effects = iter(follow(schedule, self._facts, is_itemized=is_itemized))
         self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
