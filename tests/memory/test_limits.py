@@ -231,6 +231,19 @@ def test_a_limit_below_what_is_possible_is_refused_with_the_smallest_that_works(
     assert caught.value.smallest_limit_bytes > resident + MIB
 
 
+def test_after_a_refusal_the_program_goes_on_without_the_limit(allocator: Allocator, tmp_path: Path) -> None:
+    """While the error is held, too, whose frames hold what was begun."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    how: dict[str, Any] = {"directory": tmp_path / "homes", "emulate_device": True, "limit": 48 * MIB}
+    with pytest.raises(DoesNotFitError) as held:
+        memfit.fit(
+            model, optimizer, lambda m, b: m(b).square().mean(), torch.randn(32768, 256), numerics="exact", **how
+        )
+    assert torch.ones(64 * MIB, dtype=torch.uint8).sum() == 64 * MIB
+    assert held.value.smallest_limit_bytes is not None
+
+
 def test_what_is_there_beside_the_job_is_counted_before_it_begins(allocator: Allocator, tmp_path: Path) -> None:
     """A teacher, another job, data: their bytes are taken from the limit when a plan is made, not met in the middle of a step."""
 

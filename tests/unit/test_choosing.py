@@ -154,6 +154,14 @@ def test_a_given_plan_is_priced_in_its_own_dtype() -> None:
     assert resting[0] - resting[1] == pytest.approx(weights * 15 / 8, rel=0.1)
 
 
+@pytest.mark.parametrize(("limit", "fits"), [("64GiB", True), ("1MiB", False)])
+def test_a_given_plan_that_does_not_fit_says_so(limit: str, *, fits: bool) -> None:
+    model, optimizer, rows = _problem()
+    advice = advise(model, optimizer, _loss, rows, plan=Plan(), limit=limit, hardware=MACHINE)
+    assert ("It does not fit: " in advice.reason) is not fits
+    assert (advice.timeline.peak_bytes <= (advice.budget.tensor_bytes or 0)) is fits
+
+
 def test_a_given_plan_in_bf16_is_refused_where_that_is_not_allowed() -> None:
     model, optimizer, rows = _problem()
     with pytest.raises(UsageError, match=r'allow=\{"bf16"\}'):

@@ -34,6 +34,7 @@ from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import NETWORK, is_processor
 from memfit.core.timeline import Timeline
+from memfit.core.units import format_bytes
 from memfit.job.described import PlannedFor, plan_for
 from memfit.job.few_bits import computes_in_bf16, encodes_states, encoding_bytes
 from memfit.job.machine import device_of
@@ -405,13 +406,17 @@ class Asked:
         check_step(step, clips_norm=clips_norm)
         timeline = predict(step, speeds)
         explained = explain_plan(plan, found, timeline, speeds, clips_norm=clips_norm) if explains else None
+        budget = self._budget(found)
+        left, unfit = budget.tensor_bytes, ""
+        if left is not None and timeline.peak_bytes > left:
+            unfit = f"It does not fit: {format_bytes(timeline.peak_bytes)} of tensors are predicted, {format_bytes(left)} are left to them. "
         return Advice(
             plan=plan,
-            reason=f"given by the user. {declared.sentence()}",
+            reason=f"given by the user. {unfit}{declared.sentence()}",
             numerics=declared,
             schedule=schedule,
             timeline=timeline,
-            budget=self._budget(found),
+            budget=budget,
             profile=found,
             hardware=speeds,
             explanation=explained,

@@ -392,17 +392,20 @@ def _tell_fallback(reason: TierUnavailableError) -> None:
 
 @contextmanager
 def guard(machine: Machine, phase: str, *, enforces: bool) -> Iterator[None]:
-    """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
+    """Arms the limit, and turns an allocation that it refuses into a breach of that phase. Where it
+    ends by an error, there is no job to hold to the limit, and it is taken off.
+    """
     limit = machine.limits.device_bytes
     # Where planning has no room, it says what would be needed.
     if enforces and limit is not None and not machine.lacks_room:
         machine.hard_limit.arm()
     try:
         yield
-    except REFUSALS as error:
-        if not is_refusal(error):
-            raise
+    except BaseException as error:
+        is_refused = isinstance(error, REFUSALS) and is_refusal(error)
         machine.hard_limit.disarm()
+        if not is_refused:
+            raise
         raise LimitBreachError(
             f"the limit of {format_bytes(machine.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
             "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
