@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -139,6 +140,12 @@ def test_what_is_of_another_kind_than_an_argument_takes_is_refused_by_its_name(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(UsageError, match=said):
         memfit.fit(model, optimizer, lambda m, b: m(b).sum(), torch.randn(4, 6), **asked)
+
+
+@pytest.mark.parametrize("norm", [1, 0.5, np.float32(0.5), torch.tensor(0.5)])
+def test_a_norm_to_clip_to_may_come_from_numpy_or_torch(norm: Any) -> None:
+    with _fit(max_grad_norm=norm) as job:
+        assert job.step(_batch()).norm is not None
 
 
 # Samples

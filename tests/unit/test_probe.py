@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from memfit import devices
 from memfit.api import probe_engine
 from memfit.cli import app
 from memfit.core.errors import MemfitWarning, UsageError
@@ -25,6 +24,7 @@ from memfit.core.machines import read_hardware
 from memfit.core.rates import ROUNDED_BYTES, SPLIT_BYTES, rates_of
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
+from memfit.devices import clocks
 from memfit.homes import master_probes
 from memfit.homes.master_probes import probe_rounding, probe_splitting
 from memfit.host import OthersMeter
@@ -261,7 +261,7 @@ def test_rates_of_masters_are_those_of_what_is_measured_and_leave_launching_out(
         nonlocal now
         now += 1.0 + 1e-9 * masters.numel()
 
-    monkeypatch.setattr(devices, "clock_of", lambda _device: lambda: now)
+    monkeypatch.setattr(clocks, "clock_of", lambda _device: lambda: now)
     monkeypatch.setattr(master_probes, "_LEAST_SHARE", 1e-6)
     assert master_probes._elements_per_s(CPU, run) == pytest.approx(1e9, rel=1e-3)
 

@@ -7,6 +7,16 @@ what torch has no generic interface for is one small class a backend (`cuda.py`)
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of
 from memfit.devices.chips import is_unified, on_chip_bytes
-from memfit.devices.clocks import clock_of
+from memfit.devices.clocks import clock_of, finish, least_seconds
 
-__all__ = ["Accelerator", "clock_of", "initialized", "is_accelerator", "is_unified", "of", "on_chip_bytes"]
+__all__ = [
+    "Accelerator",
+    "clock_of",
+    "finish",
+    "initialized",
+    "is_accelerator",
+    "is_unified",
+    "least_seconds",
+    "of",
+    "on_chip_bytes",
+]

@@ -8,6 +8,7 @@ pieces (`scheduling.work_amounts`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from memfit.homes.split_masters import join, split
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 
 _FEW = 512
-_TRIES = 4
+_TRIES = 5
 # Of a piece, at least this share is taken to be work: launching may take as long as all of it.
 _LEAST_SHARE = 0.05
 
@@ -56,24 +57,9 @@ def probe_rounding(device: torch.device) -> float:
 
 
 def _elements_per_s(device: torch.device, run: Callable[[torch.Tensor], None]) -> float:
-    few_s, piece_s = (_seconds(device, run, count) for count in (_FEW, PIECE_ELEMENTS))
+    # The first run makes what stays made.
+    few_s, piece_s = (
+        devices.least_seconds(device, partial(run, torch.linspace(-1.0, 1.0, count, device=device)), tries=_TRIES)
+        for count in (_FEW, PIECE_ELEMENTS)
+    )
     return (PIECE_ELEMENTS - _FEW) / max(piece_s - few_s, _LEAST_SHARE * piece_s)
-
-
-def _seconds(device: torch.device, run: Callable[[torch.Tensor], None], count: int) -> float:
-    """Best of several, since other work can only slow one down; the first makes what stays made."""
-    masters = torch.linspace(-1.0, 1.0, count, device=device)
-    clock = devices.clock_of(device)
-    best = float("inf")
-    for _ in range(_TRIES + 1):
-        _finish(device)
-        began = clock()
-        run(masters)
-        _finish(device)
-        best = min(best, clock() - began)
-    return best
-
-
-def _finish(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

@@ -232,22 +232,13 @@ def probe_codecs(device: torch.device, *, elements: int = 1 << 19, tries: int = 
     codecs = [codec_of(StateFormat.INT8, moment) for moment in StateMoment]
     values = torch.linspace(0.0, 1.0, elements, device=device)
     stored = torch.empty(codecs[0].records.size(elements), dtype=torch.uint8, device=device)
-    best = float("inf")
-    clock = devices.clock_of(device)
-    for _ in range(tries):
-        _finish(device)
-        began = clock()
+
+    def run() -> None:
         for codec in codecs:
             codec.encode(values, stored, noise, "probe", 0)
             codec.decode(stored, elements)
-        _finish(device)
-        best = min(best, clock() - began)
-    return len(codecs) * elements / best
 
-
-def _finish(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)
+    return len(codecs) * elements / devices.least_seconds(device, run, tries=tries)
 
 
 class _PerDevice:

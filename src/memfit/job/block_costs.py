@@ -69,14 +69,14 @@ class GivenCall:
         """Equal for calls that one measurement serves."""
         return repr(pytree.tree_map(_key_of, (self.args, dict(self.kwargs)))) + str(self.autocast)
 
-    def made(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes tensors of the descriptions."""
+    def made(self, module: nn.Module, machine: Machine) -> MadeCall:
+        """Makes tensors of the descriptions, for runs of a copied block."""
 
         def make(leaf: Any) -> Any:
-            return leaf.made(device) if isinstance(leaf, _Described) else leaf
+            return leaf.made(machine.device) if isinstance(leaf, _Described) else leaf
 
         args, kwargs = pytree.tree_map(make, (self.args, dict(self.kwargs)))
-        return args, kwargs
+        return MadeCall(args=args, kwargs=kwargs, autocast=self.autocast, module=module, machine=machine)
 
 
 @dataclass(frozen=True)
@@ -122,66 +122,6 @@ def copied_block(module: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def run_block(
-    call: Callable[..., Any],
-    *,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    autocast: torch.dtype | None,
-    module: nn.Module,
-    machine: Machine,
-) -> BlockCost:
-    """Runs one forward and backward.
-
-    Args:
-        call: the block's, plain or compiled.
-        args: of the call.
-        kwargs: of the call.
-        autocast: dtype of an autocast around it.
-        module: that has the parameters.
-        machine: whose meter and phases are read.
-    """
-    for tensor in (*tensors_in((args, kwargs)), *module.parameters()):
-        tensor.grad = None
-    device, before = machine.device, machine.meter.live_bytes()
-    with machine.phases("compile"):
-        began = time.perf_counter()
-        outputs = _forward(call, args, kwargs, autocast, device)
-        _synchronize(device)
-        forward_s = time.perf_counter() - began
-    forward = _peak_of(machine)
-    given = _storages((args, kwargs))
-    made = {where: nbytes for where, nbytes in _storages(outputs).items() if where not in given}
-    saved = machine.meter.live_bytes() - before - sum(made.values())
-    leaves = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    gradients = [torch.ones_like(tensor) for tensor in leaves]
-    between = machine.meter.live_bytes()
-    with machine.phases("compile"):
-        began = time.perf_counter()
-        torch.autograd.backward(leaves, gradients)
-        _synchronize(device)
-        backward_s = time.perf_counter() - began
-    backward = _peak_of(machine)
-    return BlockCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        saved_bytes=saved,
-        forward_peak_bytes=forward - before,
-        backward_peak_bytes=backward - between,
-    )
-
-
-def _forward(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    autocast: torch.dtype | None,
-    device: torch.device,
-) -> Any:
-    with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        return call(*args, **kwargs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """Tensors that a block's forward keeps for its backward.
@@ -202,26 +142,71 @@ class Kept:
         return sum(mine)
 
 
-def kept_by(
-    call: Callable[..., Any],
-    *,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    autocast: torch.dtype | None,
-    module: nn.Module,
-    machine: Machine,
-) -> Kept:
-    """Runs one forward, and notes what it keeps; the arguments are those of `run_block`."""
-    outputs = _forward(call, args, kwargs, autocast, machine.device)
-    found, given, made = _storages(_saved_for(outputs)), _storages((args, kwargs)), _storages(outputs)
-    lasting = _storages([*module.parameters(), *module.buffers()])
-    own = {where: nbytes for where, nbytes in found.items() if where not in given | made | lasting}
-    made = {where: nbytes for where, nbytes in made.items() if where not in given}
-    return Kept(
-        own_bytes=sum(own.values()),
-        arguments={i: nbytes for i, (where, nbytes) in enumerate(given.items()) if where in found},
-        outputs={i: nbytes for i, (where, nbytes) in enumerate(made.items()) if where in found},
-    )
+@dataclass(frozen=True, kw_only=True)
+class MadeCall:
+    """A call of a copied block that is run again and again.
+
+    Attributes:
+        args, kwargs: of the call.
+        autocast: dtype of an autocast around it.
+        module: that has the parameters.
+        machine: whose meter and phases are read.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+    module: nn.Module
+    machine: Machine
+
+    def run(self, call: Callable[..., Any]) -> BlockCost:
+        """Runs one forward and backward of the block's call, plain or compiled."""
+        for tensor in (*tensors_in((self.args, self.kwargs)), *self.module.parameters()):
+            tensor.grad = None
+        device, before = self.machine.device, self.machine.meter.live_bytes()
+        with self.machine.phases("compile"):
+            began = time.perf_counter()
+            outputs = self._forward(call)
+            devices.finish(device)
+            forward_s = time.perf_counter() - began
+        forward = _peak_of(self.machine)
+        given = _storages((self.args, self.kwargs))
+        made = {where: nbytes for where, nbytes in _storages(outputs).items() if where not in given}
+        saved = self.machine.meter.live_bytes() - before - sum(made.values())
+        leaves = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        gradients = [torch.ones_like(tensor) for tensor in leaves]
+        between = self.machine.meter.live_bytes()
+        with self.machine.phases("compile"):
+            began = time.perf_counter()
+            torch.autograd.backward(leaves, gradients)
+            devices.finish(device)
+            backward_s = time.perf_counter() - began
+        backward = _peak_of(self.machine)
+        return BlockCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            saved_bytes=saved,
+            forward_peak_bytes=forward - before,
+            backward_peak_bytes=backward - between,
+        )
+
+    def kept_by(self, call: Callable[..., Any]) -> Kept:
+        """Runs one forward, and notes what it keeps."""
+        outputs = self._forward(call)
+        found, given, made = _storages(_saved_for(outputs)), _storages((self.args, self.kwargs)), _storages(outputs)
+        lasting = _storages([*self.module.parameters(), *self.module.buffers()])
+        own = {where: nbytes for where, nbytes in found.items() if where not in given | made | lasting}
+        made = {where: nbytes for where, nbytes in made.items() if where not in given}
+        return Kept(
+            own_bytes=sum(own.values()),
+            arguments={i: nbytes for i, (where, nbytes) in enumerate(given.items()) if where in found},
+            outputs={i: nbytes for i, (where, nbytes) in enumerate(made.items()) if where in found},
+        )
+
+    def _forward(self, call: Callable[..., Any]) -> Any:
+        kind, dtype = self.machine.device.type, self.autocast
+        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            return call(*self.args, **self.kwargs)
 
 
 def _saved_for(outputs: Any) -> list[torch.Tensor]:
@@ -267,8 +252,3 @@ def least_of(runs: Sequence[BlockCost]) -> BlockCost:
         forward_peak_bytes=max(one.forward_peak_bytes for one in runs),
         backward_peak_bytes=max(one.backward_peak_bytes for one in runs),
     )
-
-
-def _synchronize(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

@@ -57,7 +57,7 @@ from memfit.core.compiled_calls import CompiledBytes, CompiledShare, at_shares, 
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.units import format_bytes, format_seconds
-from memfit.job.block_costs import BlockCost, GivenCall, copied_block, kept_by, least_of, note_given, run_block
+from memfit.job.block_costs import BlockCost, GivenCall, copied_block, least_of, note_given
 from memfit.job.machine import Machine
 from memfit.profiling.blocks import BlockMap, ModuleSite
 
@@ -324,18 +324,16 @@ def _measured(like: Sequence[ModuleSite], given: GivenCall, machine: Machine) ->
     try:
         copied = copied_block(module, machine.device)
         compiled = _compiled(copied)
-        args, kwargs = given.made(machine.device)
-        how: dict[str, Any] = {"args": args, "kwargs": kwargs, "autocast": given.autocast, "module": copied}
-        run, note = partial(run_block, machine=machine, **how), partial(kept_by, machine=machine, **how)
-        run(copied)
+        made = given.made(copied, machine)
+        made.run(copied)
         began = time.perf_counter()
         with warnings.catch_warnings():
             # What torch's compiler says of itself is not about the user's program.
             warnings.simplefilter("ignore")
-            run(compiled)
+            made.run(compiled)
         compile_s = time.perf_counter() - began
-        kept_plain, kept = note(copied), note(compiled)
-        runs = [(run(copied), run(compiled)) for _ in range(_ROUNDS)]
+        kept_plain, kept = made.kept_by(copied), made.kept_by(compiled)
+        runs = [(made.run(copied), made.run(compiled)) for _ in range(_ROUNDS)]
     except Exception as error:  # noqa: BLE001, whatever user's code and compilers raise; it is told
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         return MeasuredClass(name=name, sites=names, why_not=f"a copy of it does not run compiled ({reason:.200})")

@@ -122,17 +122,12 @@ def _middle_of_turn(call: Trial, device: torch.device, seconds: float) -> float:
     found: list[float] = []
     began = time.perf_counter()
     while len(found) < _FEWEST_CALLS or time.perf_counter() - began < seconds:
-        _finish(device)
+        devices.finish(device)
         start = clock()
         call()
-        _finish(device)
+        devices.finish(device)
         found.append(clock() - start)
     return statistics.median(found)
-
-
-def _finish(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)
 
 
 # --- operations --------------------------------------------------------------------------------

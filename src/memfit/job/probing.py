@@ -143,10 +143,10 @@ def probe_copies(device: torch.device, on_host: torch.Tensor | None = None) -> L
     for source, to in ((on_host, on_device), (on_device, on_host)):
         best = float("inf")
         for _ in range(3):
-            _synchronize(device)
+            devices.finish(device)
             began = time.perf_counter()
             to.copy_(source, non_blocking=True)
-            _synchronize(device)
+            devices.finish(device)
             best = min(best, time.perf_counter() - began)
         rates.append(on_host.nbytes / best)
     return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
@@ -164,14 +164,9 @@ def _probe_flops(device: torch.device, dtype: torch.dtype) -> float:
     out = torch.empty_like(a)
     best = float("inf")
     for _ in range(5):
-        _synchronize(device)
+        devices.finish(device)
         began = time.perf_counter()
         torch.mm(a, a, out=out)
-        _synchronize(device)
+        devices.finish(device)
         best = min(best, time.perf_counter() - began)
     return 2.0 * size**3 / best
-
-
-def _synchronize(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

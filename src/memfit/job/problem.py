@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -392,7 +392,7 @@ def check_arguments(
     check_wish(numerics, allow)
     if split is not None and not callable(split):
         raise UsageError(f"split must be a function split(batch, count) -> batches, not {split!r:.80}")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, SupportsFloat) and float(max_grad_norm) > 0):
         raise UsageError(
             f"max_grad_norm must be a number above 0, not {max_grad_norm!r:.80}: give the norm to clip to, or None to clip nothing"
         )

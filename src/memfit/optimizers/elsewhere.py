@@ -134,14 +134,9 @@ def probe_updates(device: torch.device, *, elements: int = PIECE_ELEMENTS, tries
     optimizer = torch.optim.AdamW([weight])
     best = float("inf")
     for _ in range(tries):
-        _finish(device)
+        devices.finish(device)
         began = time.perf_counter()
         optimizer.step()
-        _finish(device)
+        devices.finish(device)
         best = min(best, time.perf_counter() - began)
     return elements / best
-
-
-def _finish(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

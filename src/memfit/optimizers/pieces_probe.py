@@ -32,7 +32,7 @@ def probe_piece_updates(device: torch.device, *, pieces: int = 10, tries: int = 
     best = float("inf")
     clock = devices.clock_of(device)
     for index in range(tries + 1):
-        _finish(device)
+        devices.finish(device)
         began = clock()
         driver.begin_step()
         for at in range(0, elements, PIECE_ELEMENTS):
@@ -42,12 +42,7 @@ def probe_piece_updates(device: torch.device, *, pieces: int = 10, tries: int = 
                 "weight", weight.detach()[part], gradient[part], states.get(at, {}), first=at == 0, last=is_last
             )
         driver.end_step()
-        _finish(device)
+        devices.finish(device)
         if index:
             best = min(best, clock() - began)
     return elements / best
-
-
-def _finish(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)
