@@ -322,15 +322,23 @@ def test_a_refusal_names_a_limit_that_holds_what_the_search_took_of_the_process(
     assert caught.value.smallest_limit_bytes == (100 + 7 + 50 + 4) << 20
 
 
-@pytest.mark.parametrize(("grows", "is_found"), [((7, 3, 3, 2, 1, 1, 1, 1), True), ((1, 60, 60, 60, 60), False)])
+@pytest.mark.parametrize(
+    ("limit", "grows", "is_found"),
+    [
+        (250, (7, 3, 3, 2, 1, 1, 1, 1), True),
+        # what the first one took is there when the second one begins, and kept free once
+        (300, (100, 0, 0, 0, 0, 0), True),
+        (250, (1, *(60,) * 12), False),
+    ],
+)
 def test_a_plan_is_taken_only_if_it_fits_beside_what_its_own_search_took(
-    grows: tuple[int, ...], is_found: bool
+    limit: int, grows: tuple[int, ...], is_found: bool
 ) -> None:
-    """Each search takes of the process, and finds plans of 40 MiB and more, whose kernels take 42 of a limit of 250."""
+    """Each search takes of the process, and finds plans of 40 MiB and more, whose kernels take 42."""
     held, searches = [100], [0]
 
     def budget(_: Profile, plan: object = None) -> Budget:
-        return Budget(limit_bytes=250 << 20, base_bytes=(held[0] + (42 if plan else 0)) << 20, reserve_bytes=0)
+        return Budget(limit_bytes=limit << 20, base_bytes=(held[0] + (42 if plan else 0)) << 20, reserve_bytes=0)
 
     def choose(_: Profile, room: Budget, _traces: object) -> Any:
         held[0] += grows[searches[0]]
@@ -349,4 +357,4 @@ def test_a_plan_is_taken_only_if_it_fits_beside_what_its_own_search_took(
         return
     with pytest.raises(DoesNotFitError) as caught:
         choose_in_room(None, budget, choose)  # type: ignore[arg-type]
-    assert (caught.value.smallest_limit_bytes or 0) > 250 << 20
+    assert (caught.value.smallest_limit_bytes or 0) > limit << 20

@@ -21,6 +21,7 @@ from memfit.api.advise import Advice, advise
 from memfit.cli.plan_command import plan as plan_command
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.numerics import weighed_seconds
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.plan_difference import plan_differences
 from memfit.core.saved_policies import Saved
@@ -270,7 +271,10 @@ def test_the_curve_begins_at_the_smallest_limit_and_falls(asked: tuple[tuple[Any
     assert advice.explanation is not None
     curve = advice.explanation.curve
     assert [p.limit_bytes for p in curve if p.is_asked] == [88 * MIB]
-    assert [p.seconds for p in curve] == sorted((p.seconds for p in curve), reverse=True)
+    # one that updates on the host rounds otherwise: it is taken where it is a tenth faster, or alone
+    for smaller, larger in pairwise(curve):
+        regroups = "updated there" in smaller.name and "updated there" not in larger.name
+        assert larger.seconds <= weighed_seconds(smaller.seconds, regroups=regroups)
     with pytest.raises(DoesNotFitError) as refused:
         advise(*parts, limit=curve[0].limit_bytes - 1, hardware=small_card())
     assert refused.value.smallest_limit_bytes == curve[0].limit_bytes

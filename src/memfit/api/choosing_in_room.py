@@ -59,8 +59,9 @@ def choose_in_room(
             raise _beside_a_search(refusal.error(), found, budget)
         missing += peak - left.tensor_bytes
         before, room = room, budget(found)
-        # The next search may take as much of the process as the last one did.
+        # The next search may take as much of the process as the last one did, which is there now.
         grown = max(0, room.base_bytes - before.base_bytes)
+        missing = max(0, missing - grown)
 
 
 def _choose_keeping_free(

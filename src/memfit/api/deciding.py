@@ -368,8 +368,7 @@ def make_planned(
     # What is left of a process's reserve is for what is not usual.
     reserve = 0 if setup.machine.counts_process else budget.reserve_bytes
     beside = budget.base_bytes + reserve
-    moving = setup.machine.load_peak_bytes(setup.problem.model) if setup.machine.counts_process else setup.load_bytes
-    load = moving if load_bytes is None else load_bytes
+    load_bytes = setup.load_peak_bytes(plan, found, budget) if load_bytes is None else load_bytes
     return Planned(
         setup=own,
         plan=plan,
@@ -379,8 +378,8 @@ def make_planned(
         adds_apart=adds_apart,
         prepared=ready,
         signature=signature_of(sample, arranged.cut, plan.microbatches),
-        predicted_peak_bytes=max(ready.peak_bytes + beside, load),
-        load_bytes=load,
+        predicted_peak_bytes=max(ready.peak_bytes + beside, load_bytes),
+        load_bytes=load_bytes,
         beside_bytes=beside,
         budget=budget,
         adds_up=True if NONADDITIVE in setup.allow else adds_up,

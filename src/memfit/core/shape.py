@@ -17,8 +17,8 @@ from memfit.core.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallShape:
-    """A plan's decisions about calls, by segment, wherever weights rest.
+class SegmentShape:
+    """Segments of a plan, whatever is decided of them.
 
     Attributes:
         segments: (first, last) call of each segment, in forward order.
@@ -26,15 +26,24 @@ class CallShape:
         needs: by segment: indices of blocks whose weights its calls read, ascending.
         contributes: by segment: indices of blocks that get a gradient from its backward,
             ascending.
-        leaves: by segment: the tier to which the tensors held for backward leave after forward;
-            None: they stay.
-        tail_segment: index of the first segment of the tail; the number of segments without a tail.
     """
 
     segments: tuple[tuple[int, int], ...]
     has_backward: tuple[bool, ...]
     needs: tuple[tuple[int, ...], ...]
     contributes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallShape(SegmentShape):
+    """A plan's decisions about calls, by segment, wherever weights rest.
+
+    Attributes:
+        leaves: by segment: the tier to which the tensors held for backward leave after forward;
+            None: they stay.
+        tail_segment: index of the first segment of the tail; the number of segments without a tail.
+    """
+
     leaves: tuple[Tier | None, ...]
     tail_segment: int
 
@@ -60,12 +69,23 @@ class HomeShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepShape(CallShape, HomeShape):
-    """A plan and a profile, resolved to indices.
+class ModelShape:
+    """A model's blocks, under any plan.
 
     Attributes:
         blocks: names by index.
         trainable: blocks with a parameter that trains, ascending.
+    """
+
+    blocks: tuple[str, ...]
+    trainable: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape(CallShape, HomeShape, ModelShape):
+    """A plan and a profile, resolved to indices.
+
+    Attributes:
         loose: those of them that get a gradient outside of all traced calls (read between calls, or
             by no call with a backward), so that it is complete only when a pass of backward has
             ended.
@@ -76,8 +96,6 @@ class StepShape(CallShape, HomeShape):
             finite.
     """
 
-    blocks: tuple[str, ...]
-    trainable: tuple[int, ...]
     loose: frozenset[int]
     ranks: int
     takes_turns: bool
@@ -93,13 +111,18 @@ class StepShape(CallShape, HomeShape):
 
 
 def describe_step(
-    plan: Plan, profile: Profile, calls: CallShape | None = None, homes: HomeShape | None = None
+    plan: Plan,
+    profile: Profile,
+    calls: CallShape | None = None,
+    homes: HomeShape | None = None,
+    model: ModelShape | None = None,
 ) -> StepShape:
     """Resolves a plan against a profile.
 
     Args:
         plan: the decisions.
         profile: of the model.
+        model: what `describe_model` gives, where that is known.
         calls: what `describe_calls` gives, where that is known.
         homes: what `describe_homes` gives, where that is known.
 
@@ -109,11 +132,12 @@ def describe_step(
     """
     homes = describe_homes(plan, profile) if homes is None else homes
     calls = describe_calls(plan, profile) if calls is None else calls
-    trains = {i for i, b in enumerate(profile.blocks) if b.trains}
+    model = describe_model(profile) if model is None else model
+    trains = {*model.trainable}
     called = {b for gets in calls.contributes for b in gets}
     spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
     return StepShape(
-        blocks=tuple(b.name for b in profile.blocks),
+        blocks=model.blocks,
         segments=calls.segments,
         has_backward=calls.has_backward,
         needs=calls.needs,
@@ -121,7 +145,7 @@ def describe_step(
         leaves=calls.leaves,
         tail_segment=calls.tail_segment,
         visiting=homes.visiting,
-        trainable=tuple(sorted(trains)),
+        trainable=model.trainable,
         loose=frozenset(trains & spanning | trains - called),
         accumulating=homes.accumulating,
         spreading=homes.spreading,
@@ -130,6 +154,14 @@ def describe_step(
         takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
         updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
         scales_losses=plan.scales_losses,
+    )
+
+
+def describe_model(profile: Profile) -> ModelShape:
+    """Resolves a model's blocks."""
+    return ModelShape(
+        blocks=tuple(b.name for b in profile.blocks),
+        trainable=tuple(i for i, b in enumerate(profile.blocks) if b.trains),
     )
 
 
@@ -156,21 +188,15 @@ def describe_homes(plan: Plan, profile: Profile) -> HomeShape:
     )
 
 
-def describe_calls(plan: Plan, profile: Profile) -> CallShape:
-    """Resolves a plan's decisions about calls (`calls`, `cut_tail`).
-
-    Raises:
-        PlanError: as `describe_step`.
-    """
+def describe_segments(plan: Plan, profile: Profile) -> SegmentShape:
+    """Resolves the segments that a plan makes of calls."""
     trace = next(iter(profile.traces.values()))
-    plan.check_calls(len(trace.calls))
     index = {block.name: i for i, block in enumerate(profile.blocks)}
     segments = plan.segments(len(trace.calls))
     trains = {i for i, b in enumerate(profile.blocks) if b.trains}
     needs: list[tuple[int, ...]] = []
     contributes: list[tuple[int, ...]] = []
     has_backward: list[bool] = []
-    leaves: list[Tier | None] = []
     for first, last in segments:
         calls = trace.calls[first : last + 1]
         reads = {index[b] for c in calls for b in c.blocks}
@@ -178,14 +204,34 @@ def describe_calls(plan: Plan, profile: Profile) -> CallShape:
         needs.append(tuple(sorted(reads)))
         contributes.append(tuple(sorted(gets & trains)))
         has_backward.append(any(c.has_backward for c in calls))
-        leaves.append(_leaves(plan, first) if has_backward[-1] else None)
-    tail = next((i for i, (first, _) in enumerate(segments) if first == plan.cut_tail), len(segments))
+    return SegmentShape(
+        segments=segments, has_backward=tuple(has_backward), needs=tuple(needs), contributes=tuple(contributes)
+    )
+
+
+def describe_calls(plan: Plan, profile: Profile, of: SegmentShape | None = None) -> CallShape:
+    """Resolves a plan's decisions about calls (`calls`, `cut_tail`).
+
+    Args:
+        plan: the decisions.
+        profile: of the model.
+        of: what `describe_segments` gives, where that is known.
+
+    Raises:
+        PlanError: as `describe_step`.
+    """
+    plan.check_calls(len(next(iter(profile.traces.values())).calls))
+    of = describe_segments(plan, profile) if of is None else of
+    tail = next((i for i, (first, _) in enumerate(of.segments) if first == plan.cut_tail), len(of.segments))
     return CallShape(
-        segments=segments,
-        has_backward=tuple(has_backward),
-        needs=tuple(needs),
-        contributes=tuple(contributes),
-        leaves=tuple(leaves),
+        segments=of.segments,
+        has_backward=of.has_backward,
+        needs=of.needs,
+        contributes=of.contributes,
+        leaves=tuple(
+            _leaves(plan, first) if has_backward else None
+            for (first, _), has_backward in zip(of.segments, of.has_backward, strict=True)
+        ),
         tail_segment=tail,
     )
 

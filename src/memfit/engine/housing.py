@@ -177,6 +177,7 @@ class House:
         bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
         take_back: Callable[[str, torch.nn.Parameter], bool] | None = None,
         stage: Callable[[BlockWeights, int], StagedBlock | None] = lambda _, __: None,
+        moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Moves the weights home.
 
@@ -186,6 +187,7 @@ class House:
             take_back: see `BlockWeights.move_out`; for the block in which a failure occurred.
             stage: puts the values of a block on the host where the device has no room for so many
                 bytes beside them.
+            moved: told of each block that has moved, and of how many bytes.
 
         Raises:
             StoreError: the disk failed.
@@ -208,6 +210,7 @@ class House:
                 elif home is not None:
                     _undo_move(block, masters or home, take_back)
                 raise
+            moved(block.nbytes)
 
     def place_states(self, indices: Iterable[int] | None = None) -> None:
         """Makes homes for the states of blocks of these indices, or of all, where there are none

@@ -38,6 +38,7 @@ from memfit.homes.weights import BlockWeights
 from memfit.job.contents import Contents
 from memfit.job.interrupts import Interrupts
 from memfit.job.journaling import StepJournal
+from memfit.job.machine import FreedPages
 from memfit.job.preparing import PreparedShapes
 from memfit.job.setting import training_setting
 from memfit.job.setup import Planned, Setup
@@ -114,7 +115,7 @@ class Assembly(Contents):
         if resumed is None:
             sums = WeightSums(setup.sources.bring)
             bring = setup.sources.bring if setup.ranks is None else sums.bring
-            self.house.move_in(bring, setup.sources.take_back, self._stage)
+            self.house.move_in(bring, setup.sources.take_back, self._stage, FreedPages(self.machine).note)
             if setup.ranks is not None:
                 names = {id(slot.parameter): slot.name for _, slot in self.place.values()}
                 agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names))

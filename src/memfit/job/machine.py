@@ -51,6 +51,8 @@ _LOAD_SCRATCH_BYTES = 64 * MIB
 _LOAD_ROOM_BYTES = 128 * MIB
 # Putting weights aside stages a piece for each of the disk's workers.
 _ASIDE_SCRATCH_BYTES = 8 * MIB
+# Weights that have moved home, whose pages malloc may keep.
+_MOST_FREED_BYTES = 8 * MIB
 
 
 def prepare_process(*, seed: int | None = None) -> ProcessMeter:
@@ -244,17 +246,19 @@ class Machine:
         here = self.base_bytes() + (0 if self.allocator is None else self.allocator.stats().mapped_bytes)
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
-    def load_peak_bytes(self, model: torch.nn.Module) -> int:
+    def load_peak_bytes(self, model: torch.nn.Module, home_bytes: int) -> int:
         """Returns what is held at most while weights move home, when a plan has been made: what was
-        held until now, or what is there with a weight that is to come and the disk's staging.
+        held until now, what is there with a weight that is to come and the disk's staging, or what
+        is there when they have come.
 
         Less than `load_bytes`, which is told before anything was traced and holds for whatever that
         may take.
 
         Args:
             model: as in `load_bytes`.
+            home_bytes: held with all weights at home.
         """
-        return max(self.held_bytes, self.load_bytes(model, leaves=True))
+        return max(self.held_bytes, self.load_bytes(model, leaves=True), home_bytes + _MOST_FREED_BYTES)
 
     @property
     def held_bytes(self) -> int:
@@ -438,6 +442,26 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def library_bytes_to_come(libraries: Iterable[str]) -> int:
     """Returns what libraries will take of the process when they first compute."""
     return sum(LIBRARY_BYTES[name] for name in widest(libraries) if is_to_compute(name))
+
+
+class FreedPages:
+    """Gives pages back that malloc keeps of freed tensors, which the user's code made, when they
+    are many.
+
+    Args:
+        machine: whose process it is.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._nbytes = 0
+
+    def note(self, nbytes: int) -> None:
+        """Notes that tensors of so many bytes were freed."""
+        self._nbytes += nbytes
+        if self._machine.counts_process and self._nbytes >= _MOST_FREED_BYTES:
+            self._nbytes = 0
+            self._machine.forget_peak()
 
 
 class _Reserve:

@@ -35,6 +35,7 @@ from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
 from memfit.prediction.predict import predict
 from memfit.scheduling.journal_actions import place_turns
+from memfit.scheduling.sizes import loaded_bytes
 
 _LOOP_BYTES = 24 * MIB
 """Kept free, where the limit is of the process, for what a loop of the user's own brings in.
@@ -133,6 +134,13 @@ class Setup:
     def most_load_bytes(self) -> int:
         """`load_bytes`, or what the process held until now where that was more."""
         return max(self.load_bytes, self.machine.held_bytes)
+
+    def load_peak_bytes(self, plan: Plan, profile: Profile, budget: Budget) -> int:
+        """Returns what is held at most while weights move home under a plan."""
+        if not self.machine.counts_process:
+            return self.load_bytes
+        at_home = budget.base_bytes + loaded_bytes(plan, profile, Tier.DEVICE)
+        return self.machine.load_peak_bytes(self.problem.model, at_home)
 
     def budget(self, sample: Any, found: Profile, plan: Plan | None = None) -> Budget:
         """Measures what is left to tensors of the device, once the model has been traced.

@@ -35,6 +35,8 @@ from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidat
 
 # Of so few calls in which a pair differs, smaller numbers are tried as well.
 _FEW_CALLS = 8
+# So many numbers, evenly spread, are asked for a bound of seconds before the next is built.
+_MOST_BOUNDS = 16
 
 
 def may_be_between(question: PlanQuestion) -> bool:
@@ -163,6 +165,7 @@ class _Pair:
         """
         while self._most + 1 < self._too_many:
             between = range(self._most + 1, self._too_many)
+            between = between[:: -(-len(between) // _MOST_BOUNDS)]
             least = next((count for count in between if self._may_win(count, best_s)), None)
             if least is None:
                 break

@@ -17,9 +17,9 @@ there they count k times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from memfit.core.hardware import Hardware
 from memfit.core.plan import Order, Plan
@@ -41,16 +41,31 @@ from memfit.scheduling.sizes import (
 )
 from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, segment_work, update_work
 
+# In bytes, of what `KnownFacts.keep` counts.
+_MOMENTS_AN_ITEM = 32
 
-@dataclass(frozen=True, kw_only=True)
-class _Moment:
+
+class _Moment(NamedTuple):
     """Activations at one event: what they take at least, and the segment whose weights are there
     (-1: none in particular).
     """
 
+    least_bytes: int
     segment: int
     is_backward: bool
-    least_bytes: int
+
+
+class _Moments:
+    """Many of them, highest first, in a sixth of the memory that they take one by one."""
+
+    def __init__(self, moments: Sequence[_Moment]) -> None:
+        self._least_bytes = array("q", (moment.least_bytes for moment in moments))
+        self._segments = array("i", (moment.segment for moment in moments))
+        self._is_backward = bytes(moment.is_backward for moment in moments)
+
+    def __iter__(self) -> Iterator[_Moment]:
+        for one in zip(self._least_bytes, self._segments, self._is_backward, strict=True):
+            yield _Moment(one[0], one[1], bool(one[2]))
 
 
 class PeakBounds:
@@ -74,7 +89,7 @@ class PeakBounds:
         self._weights = [flat_weight_bytes(block) for block in profile.blocks]
         # What backward makes; where it adds up in another dtype it takes more.
         self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
-        self._activations: dict[Any, tuple[_Moment, ...]] = {}
+        self._activations: dict[Any, _Moments] = {}
         self._known = known or KnownFacts()
 
     def of(self, plan: Plan) -> int:
@@ -115,7 +130,7 @@ class PeakBounds:
             nbytes += sum(self._gradients[b] for b in {*shape.contributes[moment.segment], *shape.loose})
         return nbytes
 
-    def _moments(self, plan: Plan, shape: StepShape) -> tuple[_Moment, ...]:
+    def _moments(self, plan: Plan, shape: StepShape) -> _Moments:
         key = plan.microbatches, plan.order, self._known.calls_of(plan)
         if key not in self._activations:
             traces = traces_of(self._profile, plan.microbatches, self._known)
@@ -124,7 +139,8 @@ class PeakBounds:
             highest: dict[tuple[int, bool], _Moment] = {}
             for moment in sorted(_lifetimes(facts), key=lambda moment: -moment.least_bytes):
                 highest.setdefault((moment.segment, moment.is_backward), moment)
-            self._activations[key] = tuple(highest.values())
+            moments = tuple(highest.values())
+            self._known.keep(self._activations, key, _Moments(moments), len(moments) // _MOMENTS_AN_ITEM)
         return self._activations[key]
 
 
@@ -216,7 +232,10 @@ def _compute_works(trace: TraceProfile, plan: Plan, shape: StepShape, known: Kno
         for is_backward in (False, True)[: 1 + has_backward]:
             key = "segment", trace.rows, first, last, plan.call(first).saved, is_backward
             works.append(
-                known.found(key, lambda: segment_work(trace, plan, shape, segment, is_backward=is_backward))  # noqa: B023, asked at once
+                known.found(
+                    key,
+                    lambda: known.shared(segment_work(trace, plan, shape, segment, is_backward=is_backward)),  # noqa: B023, asked at once
+                )
             )
     return works
 

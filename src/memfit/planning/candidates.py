@@ -18,6 +18,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,8 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
+from memfit.planning.journal_rules import journaled, problem_of_journaled
+from memfit.planning.movable import movable_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class _Homes:
     moves_weights: bool = False
     prefetch: int = 1
     updates_on_host: bool = False
+    blocks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +150,16 @@ def list_candidates(
 
 
 def _of_model(places: Sequence[_Homes], profile: Profile, choice: _SavedChoice) -> list[_Homes]:
-    """Returns the places of a model's blocks. Where all blocks are too small to move, these are all
-    on the device, with as many buffers as the others have for what leaves of calls.
+    """Returns the places of a model's blocks, for each set of these that may move. Where all blocks
+    are too small to move, these are all on the device, with as many buffers as the others have for
+    what leaves of calls.
     """
-    if any(_blocks(profile, homes) for homes in places):
-        return list(places)
+    if movable := movable_sets(profile):
+        return [
+            replace(homes, blocks=names, name=homes.name if names is movable[0] else f"{homes.name}, small blocks too")
+            for names in movable
+            for homes in places
+        ]
     leaves = choice.call.saved.policy.offloads or choice.call.boundary_home is not Tier.DEVICE
     buffers = dict.fromkeys(homes.prefetch for homes in places) if leaves else (places[0].prefetch,)
     return [replace(places[0], prefetch=prefetch) for prefetch in buffers]
@@ -249,16 +257,17 @@ def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool, may_update_on_host:
 def _blocks(profile: Profile, homes: _Homes) -> dict[str, BlockPlan]:
     if homes.tier is Tier.DEVICE:
         return {}
-    return {
-        b.name: BlockPlan(
-            weight_home=homes.tier if homes.moves_weights and not b.is_spanning else Tier.DEVICE,
+    # Few differ: blocks share them.
+    of_kinds = {
+        (is_spanning, trains): BlockPlan(
+            weight_home=homes.tier if homes.moves_weights and not is_spanning else Tier.DEVICE,
             gradient_home=homes.tier if homes.moves_gradients else Tier.DEVICE,
             state_home=homes.tier,
-            update_on=Tier.HOST if homes.updates_on_host and b.trains else Tier.DEVICE,
+            update_on=Tier.HOST if homes.updates_on_host and trains else Tier.DEVICE,
         )
-        for b in profile.blocks
-        if b.weight_bytes >= SMALL_BLOCK_BYTES
+        for is_spanning, trains in itertools.product((False, True), repeat=2)
     }
+    return {b.name: of_kinds[b.is_spanning, b.trains] for b in profile.blocks if b.name in homes.blocks}
 
 
 def _name(microbatches: int, *, is_layer_major: bool, choice: _SavedChoice, homes: _Homes) -> str:

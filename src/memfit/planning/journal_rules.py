@@ -12,12 +12,8 @@ from memfit.core.errors import PlanError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB, format_bytes
-
-# Moving less than this saves little memory, and a transfer of its own costs more than it: such a
-# block may rest in memory also where a journal is kept; its two rooms on disk are little beside the
-# others' one.
-SMALL_BLOCK_BYTES = MIB
+from memfit.core.units import format_bytes
+from memfit.planning.movable import SMALL_BLOCK_BYTES
 
 
 def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:

@@ -14,7 +14,6 @@ from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.profile import BlockProfile, CallProfile, Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.journal_rules import SMALL_BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +70,8 @@ def list_homes(rules: HomeRules) -> tuple[BlockPlan, ...]:
 
 def homes_for(block: BlockProfile, homes: BlockPlan) -> BlockPlan:
     """Returns homes as a block can have them: what is read between calls stays on the device, what
-    does not train has no update, and what is too small to move rests on the device.
+    does not train has no update.
     """
-    if block.weight_bytes < SMALL_BLOCK_BYTES:
-        return BlockPlan()
     if block.is_spanning:
         homes = replace(homes, weight_home=Tier.DEVICE)
     if not block.trains:

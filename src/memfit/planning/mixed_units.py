@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
 from memfit.planning.candidates import decided_calls
-from memfit.planning.journal_rules import SMALL_BLOCK_BYTES
 from memfit.planning.menus import homes_for, may_have
+from memfit.planning.movable import movable_blocks
 
 _ENDS_ALONE = 2
 
@@ -50,7 +50,8 @@ def find_units(profile: Profile) -> Units:
     for call in trace.calls:
         for name in call.blocks:
             readers.setdefault(name, set()).add(call.index)
-    movable = [b.name for b in profile.blocks if b.weight_bytes >= SMALL_BLOCK_BYTES]
+    may_move = movable_blocks(profile)
+    movable = [b.name for b in profile.blocks if b.name in may_move]
     own = {call: tuple(name for name in movable if readers.get(name) == {call}) for call in calls}
     taken = {name for names in own.values() for name in names}
     ends = [name for name in movable if name not in taken]

@@ -99,7 +99,8 @@ def effects_of_built(
     of_plan = facts[0].known
     key = "effects", prefetch, is_itemized, any(isinstance(a, Seed) for a in schedule)
     if key not in of_plan:
-        known.keep(of_plan, key, follow_activations(schedule, facts, is_itemized=is_itemized))
+        effects = follow_activations(schedule, facts, is_itemized=is_itemized)
+        known.keep(of_plan, key, effects, len(effects))
     return of_plan[key]
 
 

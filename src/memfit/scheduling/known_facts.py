@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.saved_policies import Saved
-from memfit.core.shape import StepShape, describe_calls, describe_homes, describe_step
+from memfit.core.shape import (
+    CallShape,
+    StepShape,
+    describe_calls,
+    describe_homes,
+    describe_model,
+    describe_segments,
+    describe_step,
+)
 from memfit.scheduling.segment_facts import SegmentFacts
 
 _FoundT = TypeVar("_FoundT")
+
+# Traces of a plan's microbatches, of a training step and of a pass without gradients.
+_FACTS_OF_A_PLAN = 4
 
 
 class KnownFacts:
@@ -29,7 +40,8 @@ class KnownFacts:
 
     Args:
         most_kept: items of what is kept as long as there is room (`keep`): a plan of many
-            microbatches has thousands, of some 0.5 KiB each.
+            microbatches has thousands, of some 0.5 KiB each; as many segments of plans whose facts
+            are known.
     """
 
     def __init__(self, most_kept: float = math.inf) -> None:
@@ -37,7 +49,9 @@ class KnownFacts:
         self._kept: deque[tuple[dict[Any, Any], Any, int]] = deque()
         self._kept_items = 0
         self._of_traces: dict[int, SegmentFacts] = {}
+        # The ones that were asked for last come last.
         self._of_plans: dict[Any, SegmentFacts] = {}
+        self._segments = 0
         self._found: dict[Any, Any] = {}
         self._alike: dict[str, str] = {}
         # A plan is looked at by several in turn: the last one is known.
@@ -50,10 +64,16 @@ class KnownFacts:
         if self._described is None or self._described[0] is not plan:
             homes, calls = self.homes_of(plan), self.calls_of(plan)
             of_homes = self.found(("shape of homes", homes), lambda: describe_homes(plan, profile))
-            of_calls = self.found(("shape of calls", calls), lambda: describe_calls(plan, profile))
+            of_calls = self.found(("shape of calls", calls), lambda: self._describe_calls(plan, profile))
+            of_model = self.found("shape of model", lambda: describe_model(profile))
             key = "shape", homes, calls, plan.microbatches, plan.order, plan.scales_losses
-            self._described = plan, self.found(key, lambda: describe_step(plan, profile, of_calls, of_homes))
+            self._described = plan, self.found(key, lambda: describe_step(plan, profile, of_calls, of_homes, of_model))
         return self._described[1]
+
+    def _describe_calls(self, plan: Plan, profile: Profile) -> CallShape:
+        joined = tuple(index for index, call in enumerate(plan.calls) if call.joins_previous)
+        key = "segments", joined, plan.cut_tail
+        return describe_calls(plan, profile, self.found(key, lambda: describe_segments(plan, profile)))
 
     def homes_of(self, plan: Plan) -> int:
         """Returns the number of a plan's decisions about blocks: homes, masters, formats, ranks.
@@ -93,12 +113,15 @@ class KnownFacts:
             plan = _without_saving(plan, trace)
             shape = describe_step(plan, profile)
         key = trace.rows, self.calls_of(plan), plan.microbatches, plan.order, plan.ranks
-        found = self._of_plans.get(key)
+        found = self._of_plans.pop(key, None)
         if found is None:
             first = self._of_traces.get(trace.rows)
             found = SegmentFacts(trace, plan, shape, profile, None if first is None else first.storages)
             found.take_trace_facts(self._of_traces.setdefault(trace.rows, found))
-            self._of_plans[key] = found
+            self._segments += len(shape.segments)
+        self._of_plans[key] = found
+        while self._segments > self._most_kept and len(self._of_plans) > _FACTS_OF_A_PLAN:
+            self._segments -= len(self._of_plans.pop(next(iter(self._of_plans))).shape.segments)
         return found
 
     def alike(self, profile: Profile, name: str) -> str:
@@ -143,11 +166,11 @@ class KnownFacts:
         )
         return self.found(whole, find)
 
-    def keep(self, where: dict[Any, Any], key: Any, items: Collection[Any]) -> None:
-        """Keeps items under a key of a dict, until newer ones need the room."""
-        where[key] = items
-        self._kept.append((where, key, len(items)))
-        self._kept_items += len(items)
+    def keep(self, where: dict[Any, Any], key: Any, kept: Any, items: int) -> None:
+        """Keeps what has so many items under a key of a dict, until newer ones need the room."""
+        where[key] = kept
+        self._kept.append((where, key, items))
+        self._kept_items += items
         while self._kept_items > self._most_kept and len(self._kept) > 1:
             oldest, its_key, count = self._kept.popleft()
             oldest.pop(its_key, None)
@@ -159,6 +182,10 @@ class KnownFacts:
         if known is self:
             known = self._found[key] = find()
         return known
+
+    def shared(self, made: _FoundT) -> _FoundT:
+        """Returns the first of all that are equal to this one: many are, of equal layers."""
+        return self._found.setdefault(("shared", made), made)
 
 
 def _without_saving(plan: Plan, trace: TraceProfile) -> Plan:

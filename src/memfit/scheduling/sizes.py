@@ -257,6 +257,13 @@ def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier)
     return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier.traits.is_files else 1)
 
 
+def loaded_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
+    """The part of `kept_bytes` that is filled before the first step: weights, masters."""
+    weights = (weight_home_bytes(plan, profile, b) for b in profile.blocks if plan.block(b.name).weight_home is tier)
+    masters = (resting_master_bytes(plan, profile, b) for b in profile.blocks if plan.block(b.name).state_home is tier)
+    return sum(weights) + sum(masters)
+
+
 def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") -> int:
     """Disk that a store claims for a run.
 
