@@ -280,7 +280,7 @@ def _table(results: list[dict[str, Any]]) -> str:
                 "dies" if r["plain_died"] else r["plain"].get("died", "TRAINS"),
                 f"{common.mib(max(peaks.values()))} ({max(peaks, key=lambda k: peaks[k])})"
                 if peaks
-                else mine["died"][:160],
+                else str(mine.get("died", mine))[:160],
                 common.mib(r["cgroup_peak_bytes"]),
                 f"{mine['seconds'][-1]:.1f}" if peaks else "-",
                 "yes" if r["holds"] else "NO",

@@ -194,8 +194,11 @@ def test_the_smallest_limit_that_is_named_works(kind: str, where: str, tmp_path:
     assert smallest > TOO_SMALL
     assert f"({smallest} bytes)" in message
     # What stands in the way, by name: the tensors at the predicted peak, and the process where it counts.
-    assert "In its way:" in message
-    assert "predicted device peak" in message
+    if where == "process":
+        # the process alone is above a limit of 2 MiB: no tensor stands in the way
+        assert "there is no room: Python, what is imported and the search for a plan take that" in message
+    else:
+        assert "In its way: predicted device peak" in message
     assert ("interpreter, libraries" in message) == (where == "process")
     found = _run(kind, where, smallest, tmp_path / "homes")
     assert found["finite"]

@@ -297,6 +297,7 @@ def test_a_larger_limit_is_never_slower(parts: list[float]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_of_210_pairs_of_limits_the_larger_is_never_slower(data: st.DataObject) -> None:
@@ -369,6 +370,7 @@ def test_a_further_permission_is_never_slower() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_of_200_pairs_of_permissions_the_further_is_never_slower(data: st.DataObject) -> None:

@@ -72,16 +72,20 @@ def test_a_model_of_small_blocks_trains_in_half_of_what_it_takes(tmp_path: Path)
         return (model(rows) - rows).square().mean()
 
     rows = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
-    plain, optimizer = made()
-    expected: list[float] = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        found = loss(plain, rows)
-        found.backward()
-        optimizer.step()
-        expected.append(found.item())
+
+    def trained_plainly() -> tuple[nn.Module, list[float]]:
+        plain, optimizer = made()
+        losses: list[float] = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            found = loss(plain, rows)
+            found.backward()
+            optimizer.step()
+            losses.append(found.item())
+        return plain, losses
+
+    plain, expected = trained_plainly()
     weights = sum(p.nbytes for p in plain.parameters())
-    del optimizer, found
     gc.collect()
     install().trim()
     model, own = made()

@@ -19,6 +19,8 @@ from memfit.planning.refusals import Refusal
 
 # To look for a plan takes 2 to 7 MiB of a process, and less each time that it is done again.
 _MOST_CHOICES = 6
+# So often a limit that is to be named is tried, each time beside what the last one took.
+_MOST_TRIALS = 3
 _ADVICE = ("a larger limit", "a process that holds less before memfit.fit")
 
 
@@ -28,6 +30,9 @@ def choose_in_room(
     """Chooses a plan that fits beside what is held when it has been chosen: to look for one, and to
     load what it computes with, takes of a process, too. What that is, only the plan tells: parts of
     two sizes have kernels each. So what was missing is kept free when a plan is looked for again.
+
+    Where none fits, the same is done with the limit that is to be named: a search that finds plans
+    takes more of the process than one that finds none.
 
     Args:
         found: profile that plans are looked for with.
@@ -40,55 +45,99 @@ def choose_in_room(
     Raises:
         DoesNotFitError: no plan fits, or none that was found did when it had been found.
     """
-    missing, grown, room, attempt = 0, 0, budget(found), 0
     # Looked for again in less room, the same is traced and predicted.
     traces = Traces()
-    while True:
-        attempt += 1
-        try:
-            chosen = _choose_keeping_free(missing, grown, found, room, lambda found, room: choose(found, room, traces))
-        except DoesNotFitError as error:
-            raise _beside_a_search(error, found, budget) from None
-        left = budget(chosen.profile, chosen.plan)
-        peak = chosen.found.timeline.peak_bytes
-        if left.tensor_bytes is None or peak <= left.tensor_bytes:
-            return chosen, left
-        if attempt == _MOST_CHOICES:
-            last = "the plan that was found last"
-            refusal = Refusal(budget=left, peak_bytes=peak, plan=last, report="", advice=_ADVICE, varies=True)
-            raise _beside_a_search(refusal.error(), found, budget)
-        missing += peak - left.tensor_bytes
-        before, room = room, budget(found)
-        # The next search may take as much of the process as the last one did, which is there now.
-        grown = max(0, room.base_bytes - before.base_bytes)
-        missing = max(0, missing - grown)
+    choice = _Choosing(found, budget, lambda found, room: choose(found, room, traces))
+    begun = budget(found)
+    try:
+        return choice.run(begun)
+    except DoesNotFitError as error:
+        raise choice.beside_a_search(error, begun) from None
 
 
-def _choose_keeping_free(
-    least: int, more: int, found: Profile, room: Budget, choose: Callable[[Profile, Budget], Choice]
-) -> Choice:
-    """Chooses a plan with so many bytes kept free at least, and with more where one fits beside
-    them, too.
+class _Choosing:
+    """Looks for a plan, beside what that takes of the process.
 
-    Raises:
-        DoesNotFitError: no plan fits with the least.
+    Args:
+        found, budget: as in `choose_in_room`.
+        choose: looks for a plan in a room.
     """
-    within = replace(room, base_bytes=room.base_bytes + least)
-    if more:
-        with contextlib.suppress(DoesNotFitError):
-            return choose(found, replace(within, base_bytes=within.base_bytes + more))
-    return choose(found, within)
+
+    def __init__(
+        self, found: Profile, budget: Callable[..., Budget], choose: Callable[[Profile, Budget], Choice]
+    ) -> None:
+        self._found, self._budget, self._choose = found, budget, choose
+
+    def run(self, room: Budget) -> tuple[Choice, Budget]:
+        """Looks for a plan until one fits beside what it took to be found.
+
+        Args:
+            room: at the beginning; what is held later is measured, under the same limit.
+
+        Raises:
+            DoesNotFitError: as `choose_in_room`.
+        """
+        limit_bytes = room.limit_bytes
+        missing, grown, attempt = 0, 0, 0
+        while True:
+            attempt += 1
+            chosen = self._keeping_free(missing, grown, room)
+            left = replace(self._budget(chosen.profile, chosen.plan), limit_bytes=limit_bytes)
+            peak = chosen.found.timeline.peak_bytes
+            if left.tensor_bytes is None or peak <= left.tensor_bytes:
+                return chosen, left
+            if attempt == _MOST_CHOICES:
+                last = "the plan that was found last"
+                raise Refusal(budget=left, peak_bytes=peak, plan=last, report="", advice=_ADVICE, varies=True).error()
+            missing += peak - left.tensor_bytes
+            del chosen
+            gc.collect()  # what was looked at goes: the next search takes its place
+            before, room = room, replace(self._budget(self._found), limit_bytes=limit_bytes)
+            # The next search may take as much as the last one did, which is there now.
+            grown = max(0, room.base_bytes - before.base_bytes)
+            missing = max(0, missing - grown)
+
+    def _keeping_free(self, least: int, more: int, room: Budget) -> Choice:
+        """Chooses a plan with so many bytes kept free at least, and with more where one fits beside
+        them, too.
+
+        Raises:
+            DoesNotFitError: no plan fits with the least.
+        """
+        within = replace(room, base_bytes=room.base_bytes + least)
+        if more:
+            with contextlib.suppress(DoesNotFitError):
+                return self._choose(self._found, replace(within, base_bytes=within.base_bytes + more))
+        return self._choose(self._found, within)
+
+    def beside_a_search(self, error: DoesNotFitError, begun: Budget) -> DoesNotFitError:
+        """Returns the refusal of a limit of a process, beside what the next search takes, at the
+        limit that is named: it is made here.
+
+        Args:
+            error: the refusal.
+            begun: the room at the beginning, as the next process has it.
+        """
+        refusal = error.refusal
+        if not isinstance(refusal, Refusal) or not refusal.varies:
+            return error
+        # Its frames hold what the search looked at, in cycles: the next one takes that memory again.
+        error.__traceback__ = None
+        for _ in range(_MOST_TRIALS):
+            gc.collect()
+            refusal = _beside(refusal, self._budget(self._found))
+            try:
+                _, left = self.run(replace(begun, limit_bytes=refusal.smallest_limit_bytes))
+            except DoesNotFitError as again:
+                if not isinstance(again.refusal, Refusal):
+                    break
+                refusal = _beside(refusal, again.refusal.budget)
+            else:
+                return _beside(refusal, left).error()
+        return _beside(refusal, self._budget(self._found)).error()
 
 
-def _beside_a_search(error: DoesNotFitError, found: Profile, budget: Callable[..., Budget]) -> DoesNotFitError:
-    """Returns the refusal of a limit of a process, beside what is held when a plan was looked for:
-    the next search, at the limit that is named, is measured when it has ended, too.
-    """
-    refusal = error.refusal
-    if not isinstance(refusal, Refusal) or not refusal.varies:
-        return error
-    # Its frames hold what the search looked at, in cycles: memory that the next one takes again.
-    error.__traceback__ = None
-    gc.collect()
-    base = max(refusal.budget.base_bytes, budget(found).base_bytes)
-    return replace(refusal, budget=replace(refusal.budget, base_bytes=base)).error()
+def _beside(refusal: Refusal, budget: Budget) -> Refusal:
+    """The same beside what is held now, where that is more."""
+    base = max(refusal.budget.base_bytes, budget.base_bytes)
+    return replace(refusal, budget=replace(refusal.budget, base_bytes=base))

@@ -16,7 +16,7 @@ say, is waited for from some number on. What cannot be faster than the best plan
 of seconds, or cannot fit, by one of bytes, is not built: what lies between two plans with a smaller
 limit lies there with a larger one too, unless something faster is known, so that more room is not
 slower. (Of many calls it may be, where fewer of the faster policy would be faster: seconds that are
-waited for are in no bound.)
+waited for are in no bound, and of hundreds of numbers some are asked for theirs.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidat
 
 # Of so few calls in which a pair differs, smaller numbers are tried as well.
 _FEW_CALLS = 8
-# So many numbers, evenly spread, are asked for a bound of seconds before the next is built.
+# So many numbers, evenly spread, and the largest are asked for a bound of seconds before one is
+# built.
 _MOST_BOUNDS = 16
 
 
@@ -86,7 +87,8 @@ def search_between(
         if calls not in policies:
             policies[calls] = _Policies(*calls)
         pair = _Pair(fast, lean, policies[calls], question)
-        if pair.next(best_s) is None or not fits(lean):
+        # Of a leaner plan a bound of bytes is mostly known already, of those between it is not.
+        if not _may_fit(lean.candidate.plan, question) or pair.next(best_s) is None or not fits(lean):
             continue
         if fits(fast):
             pair.take_all()
@@ -165,8 +167,8 @@ class _Pair:
         """
         while self._most + 1 < self._too_many:
             between = range(self._most + 1, self._too_many)
-            between = between[:: -(-len(between) // _MOST_BOUNDS)]
-            least = next((count for count in between if self._may_win(count, best_s)), None)
+            asked = sorted({*between[:: -(-len(between) // _MOST_BOUNDS)], between[-1]})
+            least = next((count for count in asked if self._may_win(count, best_s)), None)
             if least is None:
                 break
             middle = (least - 1 + self._too_many) // 2

@@ -11,9 +11,8 @@ from itertools import accumulate
 from memfit.core.profile import Profile
 from memfit.core.units import KIB, MIB
 
-# Moving less than this saves little memory, and a transfer of its own costs more than it: such a
-# block may rest in memory also where a journal is kept; its two rooms on disk are little beside the
-# others' one.
+# Moving less than this saves little memory, and a transfer of its own costs more than it. Such a
+# block may rest in memory also where a journal is kept, which then has two rooms for it on disk.
 SMALL_BLOCK_BYTES = MIB
 
 # What stays on the device has its gradient and states there too: with Adam four times its weights.

@@ -27,7 +27,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,7 @@ from memfit.planning.classics import CLASSICS, check_classic
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
 from memfit.planning.plan_costs import PlanCosts
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
-from memfit.planning.refusals import Refusal
+from memfit.planning.refusals import BASE_VARIATION_BYTES, Refusal
 from memfit.planning.uniform_search import UNIFORM_PATIENCE, UniformSearch
 from memfit.planning.widening import MixedPlans, mixes, search_mixed
 from memfit.prediction.bytes import peaks
@@ -309,16 +309,30 @@ def _search_leanest(
     waiting: list[PricedCandidate], built: list[BuiltCandidate], question: PlanQuestion
 ) -> list[BuiltCandidate]:
     """Builds, where nothing fits, what may have the smallest peak of all, in the order of a lower
-    bound of it.
+    bound of it. Where the limit is of a process, what may save less than equal processes differ by
+    is not: a plan of few MiB less in many microbatches takes more than that to be built.
     """
     if not waiting:
         return []
     found: list[BuiltCandidate] = []
     least = min((b.cost.peak_bytes for b in built if b.fits_elsewhere), default=math.inf)
-    bounded = [(question.peak_bounds.of(candidate.candidate.plan), candidate) for candidate in waiting]
-    for bound, candidate in sorted(bounded, key=lambda one: (one[0], one[1].index)):
-        if bound > least:
-            break
+    # Of plans that differ in buffers alone, the one with the fewest holds least.
+    fewest: dict[Any, PricedCandidate] = {}
+    for candidate in sorted(waiting, key=lambda one: (one.candidate.plan.prefetch, one.index)):
+        plan = candidate.candidate.plan
+        others = tuple(getattr(plan, f.name) for f in fields(plan) if f.name not in ("prefetch", "blocks"))
+        fewest.setdefault((question.known.homes_of(plan), others), candidate)
+    bounded = [(question.peak_bounds.of(candidate.candidate.plan), candidate) for candidate in fewest.values()]
+    is_process = question.budget.base_bytes > question.budget.others_bytes
+    little = BASE_VARIATION_BYTES if is_process else 0
+
+    def order(one: tuple[int, PricedCandidate]) -> tuple[int, int, int]:
+        microbatches = one[1].candidate.plan.microbatches if is_process else 0
+        return one[0] // max(1, little), microbatches, one[1].index
+
+    for bound, candidate in sorted(bounded, key=order):
+        if bound + little > least:
+            continue
         found.append(question.build(candidate))
         if found[-1].fits_elsewhere:
             least = min(least, found[-1].cost.peak_bytes)

@@ -13,7 +13,8 @@ from memfit.core.units import MIB, format_bytes, round_up
 
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by
 # address layout and timing of threads.
-_BASE_VARIATION_BYTES = 4 * MIB
+BASE_VARIATION_BYTES = 4 * MIB
+"""Bytes by which processes that hold the same may differ, and more."""
 OTHERS = "is alive on the device beside the job (other models, data, results of yours)"
 """Names the base of a device's limit."""
 
@@ -25,7 +26,7 @@ def limit_to_name(nbytes: int, *, varies: bool) -> int:
         nbytes: needed as this process is.
         varies: the limit is for a process, which holds a little more or less each time.
     """
-    return round_up(nbytes + _BASE_VARIATION_BYTES, MIB) if varies else nbytes
+    return round_up(nbytes + BASE_VARIATION_BYTES, MIB) if varies else nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
