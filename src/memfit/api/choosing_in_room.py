@@ -121,7 +121,7 @@ class _Choosing:
         refusal = error.refusal
         if not isinstance(refusal, Refusal) or not refusal.varies:
             return error
-        # Its frames hold what the search looked at, in cycles: the next one takes that memory again.
+        # Its frames hold what was looked at, in cycles: the next search takes that memory again.
         error.__traceback__ = None
         for _ in range(_MOST_TRIALS):
             gc.collect()
