@@ -1,4 +1,4 @@
-"""Which blocks may move, by arithmetic over all blocks; and a model of small blocks only, trained below what it weighs."""
+"""Which blocks may move, by arithmetic over all blocks; and a model of small blocks only, trained in half of what it takes."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ def describe_step(
     Args:
         plan: the decisions.
         profile: of the model.
-        model: what `describe_model` gives, where that is known.
         calls: what `describe_calls` gives, where that is known.
         homes: what `describe_homes` gives, where that is known.
+        model: what `describe_model` gives, where that is known.
 
     Raises:
         PlanError: the plan names blocks or calls that the model does not have, or contradicts

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -31,6 +31,7 @@ from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.planning.candidates import Candidate
 from memfit.planning.mixed_units import joined_to
+from memfit.planning.plan_costs import decisions_apart_from
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within, price
 
 # Of so few calls in which a pair differs, smaller numbers are tried as well.
@@ -215,5 +216,4 @@ class _Pair:
 
 def _apart_from_policies(plan: Plan) -> tuple[Any, ...]:
     """Returns all decisions of a plan but the policies of its calls."""
-    others = (getattr(plan, field.name) for field in fields(plan) if field.name not in ("calls", "blocks"))
-    return (*others, *plan.blocks.items())
+    return (*decisions_apart_from(plan, "calls", "blocks"), *plan.blocks.items())

@@ -115,7 +115,7 @@ def list_candidates(
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
     if profile.keeps_order:
         orders = orders[:1]
-    written = profile.written_blocks
+    written, movable = profile.written_blocks, movable_sets(profile)
     for order in orders:
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
         is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
@@ -128,7 +128,7 @@ def list_candidates(
         for choice in _saved_choices(trace, chosen, tiers):
             calls = _calls(choice, trace, chosen, written)
             seen: list[Plan] = []
-            for homes in _of_model(places, profile, choice):
+            for homes in _of_model(places, movable, choice):
                 plan = Plan(
                     microbatches=microbatches,
                     order=order,
@@ -149,12 +149,12 @@ def list_candidates(
                     yield from _with_masters(name, plan, forms)
 
 
-def _of_model(places: Sequence[_Homes], profile: Profile, choice: _SavedChoice) -> list[_Homes]:
+def _of_model(places: Sequence[_Homes], movable: Sequence[frozenset[str]], choice: _SavedChoice) -> list[_Homes]:
     """Returns the places of a model's blocks, for each set of these that may move. Where all blocks
     are too small to move, these are all on the device, with as many buffers as the others have for
     what leaves of calls.
     """
-    if movable := movable_sets(profile):
+    if movable:
         return [
             replace(homes, blocks=names, name=homes.name if names is movable[0] else f"{homes.name}, small blocks too")
             for names in movable

@@ -14,6 +14,11 @@ from memfit.core.plan import Plan
 from memfit.prediction.predict import Appraisal
 
 
+def decisions_apart_from(plan: Plan, *names: str) -> tuple[Any, ...]:
+    """Returns the values of all fields of a plan but these."""
+    return tuple(getattr(plan, field.name) for field in fields(plan) if field.name not in names)
+
+
 class PlanCosts:
     """Costs of plans of one profile.
 
@@ -41,7 +46,7 @@ class PlanCosts:
         """Returns the peaks and seconds of a plan, or finds them."""
         shared = tuple(plan.blocks.items()), plan.calls
         numbers = [self._numbers.setdefault(key, len(self._numbers)) for key in shared]
-        key = *numbers, *(getattr(plan, field.name) for field in fields(plan) if field.name not in ("blocks", "calls"))
+        key = *numbers, *decisions_apart_from(plan, "blocks", "calls")
         cost = self._costs.get(key)
         if cost is None:
             found = find()

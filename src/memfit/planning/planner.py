@@ -27,7 +27,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count as counter
 from types import MappingProxyType
 from typing import Any
@@ -47,7 +47,7 @@ from memfit.planning.between import may_be_between, search_between
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
-from memfit.planning.plan_costs import PlanCosts
+from memfit.planning.plan_costs import PlanCosts, decisions_apart_from
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import BASE_VARIATION_BYTES, Refusal
 from memfit.planning.uniform_search import UNIFORM_PATIENCE, UniformSearch
@@ -320,9 +320,10 @@ def _search_leanest(
     fewest: dict[Any, PricedCandidate] = {}
     for candidate in sorted(waiting, key=lambda one: (one.candidate.plan.prefetch, one.index)):
         plan = candidate.candidate.plan
-        others = tuple(getattr(plan, f.name) for f in fields(plan) if f.name not in ("prefetch", "blocks"))
+        others = decisions_apart_from(plan, "prefetch", "blocks")
         fewest.setdefault((question.known.homes_of(plan), others), candidate)
     bounded = [(question.peak_bounds.of(candidate.candidate.plan), candidate) for candidate in fewest.values()]
+    # On a device beside the process nothing but others' tensors is in the base.
     is_process = question.budget.base_bytes > question.budget.others_bytes
     little = BASE_VARIATION_BYTES if is_process else 0
 
