@@ -1,4 +1,4 @@
-"""Files of at most 500 lines, classes of at most 20 methods, functions of at most 60 code lines; exceptions with their reason."""
+"""Sizes: files of at most 900 lines, functions of at most 60 code lines, and a ceiling on all code lines of `src/memfit`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
-MOST_LINES_OF_A_FILE = 500
-MOST_METHODS_OF_A_CLASS = 20
+MOST_LINES_OF_A_FILE = 900
 MOST_CODE_LINES_OF_A_FUNCTION = 60
+# An issue says by how much it may raise the ceiling. 56,760 lines at commit f6c4bdf, and 1,300 for what people's own loops met.
+MOST_CODE_LINES = 58_060
 
-# "path" for a file, "path:name" for a class or function -> why it may be larger. An entry that is not needed any more fails.
+# "path" for a file, "path:name" for a function -> why it may be larger. An entry that is not needed any more fails.
 EXCEPTIONS: dict[str, str] = {
     "api/advise.py:ask": "the keywords of `fit`, one by one, and what each is read into",
     "api/fit.py:fit": "the users' one call: its keywords stay flat and are told one by one",
     "cli/plan_command.py:plan": "the same keywords as options",
-    "devices/accelerator.py:Accelerator": "one short method for each thing that memfit asks of a backend: a list, not a design",
 }
 
 _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
@@ -48,11 +48,7 @@ def find_oversized(source: Path) -> Iterator[tuple[str, str]]:
         if (lines := len(text.splitlines())) > MOST_LINES_OF_A_FILE:
             yield name, f"{lines} lines"
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
-                if methods > MOST_METHODS_OF_A_CLASS:
-                    yield f"{name}:{node.name}", f"{methods} methods"
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines_of_it = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 if len(lines_of_it) <= MOST_CODE_LINES_OF_A_FUNCTION:
                     continue
@@ -67,7 +63,17 @@ def oversized() -> dict[str, str]:
     return dict(find_oversized(SOURCE))
 
 
-def test_files_classes_and_functions_stay_small() -> None:
+def count_code_lines(source: Path) -> int:
+    """Returns the code lines of all files, without blank lines, comments and docstrings."""
+    texts = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
+    return sum(len(code_lines(text, ast.parse(text))) for text in texts)
+
+
+def test_all_code_lines_stay_below_the_ceiling() -> None:
+    assert count_code_lines(SOURCE) <= MOST_CODE_LINES
+
+
+def test_files_and_functions_stay_small() -> None:
     assert {name: size for name, size in oversized().items() if name not in EXCEPTIONS} == {}
 
 
@@ -76,14 +82,14 @@ def test_an_exception_that_is_not_needed_any_more_is_taken_out() -> None:
 
 
 def test_the_counter_finds_what_is_too_large(tmp_path: Path) -> None:
-    def write(lines: int, methods: int, blank: int) -> None:
+    def write(lines: int, blank: int) -> None:
         body = "\n".join(["    # said", "", '    """Said."""', "    x = 1"] * blank + ["    x = 1"] * (lines - blank))
-        text = f"def f():\n{body}\nclass C:\n" + "\n".join(f"    def m{index}(self): ..." for index in range(methods))
-        (tmp_path / "a.py").write_text(text + "\n", encoding="utf-8")
+        (tmp_path / "a.py").write_text(f"def f():\n{body}\n", encoding="utf-8")
 
-    write(59, 20, 30)  # with the line of `def` 60 lines of code
+    write(59, 30)  # with the line of `def` 60 lines of code
     assert list(find_oversized(tmp_path)) == []
-    write(60, 21, 30)
-    assert dict(find_oversized(tmp_path)) == {"a.py:f": "61 code lines", "a.py:C": "21 methods"}
-    write(500, 1, 0)
-    assert dict(find_oversized(tmp_path)) == {"a.py": "503 lines", "a.py:f": "501 code lines"}
+    assert count_code_lines(tmp_path) == 60
+    write(60, 30)
+    assert dict(find_oversized(tmp_path)) == {"a.py:f": "61 code lines"}
+    write(900, 0)
+    assert dict(find_oversized(tmp_path)) == {"a.py": "901 lines", "a.py:f": "901 code lines"}
