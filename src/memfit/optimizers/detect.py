@@ -12,8 +12,10 @@ Compared bit by bit, weights and states, over several steps with gradients of ve
    dimensions. Equal for every sample: `ELEMENTWISE`; otherwise `PER_PARAMETER`.
 
 Each is done with the hyperparameters as they are and with a learning rate of 0.05, because a rate
-of 0 (warm-up) or of 1e-8 would hide differences. Not found by this: behaviour that changes only
-after many steps, or only for tensors above `LARGE_ELEMENTS` elements.
+of 0 (warm-up) or of 1e-8 would hide differences. Small tensors say nothing of a class that chooses
+by size: where pieces gave the same bits, the operations of a step on each true shape are compared
+with those on a piece ([Note: true shapes] in `shape_trials.py`). Not found by this: behaviour that
+changes only after many steps.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from torch.optim import Optimizer
 
 from memfit import devices
 from memfit.core.errors import UnsupportedError
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.optimizers.kinds import ALIGNED_PIECE_ELEMENTS, UpdateKind, Verdict
 from memfit.optimizers.samples import Sample, isolated, small_samples
 from memfit.optimizers.shadow import Part, Shadow, State, snapshot_groups
+from memfit.optimizers.shape_trials import like_states, run_trial
 from memfit.optimizers.validation import Entry
 
 _VISIBLE_RATE = 0.05
+_PIECE_SIZES = (PIECE_ELEMENTS, ALIGNED_PIECE_ELEMENTS)
 
 # Flags that torch's own classes set on themselves after a check that never changes the arithmetic.
 _HARMLESS_ATTRIBUTES = frozenset({"_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"})
@@ -63,7 +68,7 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
     kind = next((device.type for device in there), "cuda")  # of no meaning where none is forked
     with torch.random.fork_rng(devices=forked, device_type=kind):
         try:
-            return _verdicts(optimizer, small_samples(entries), piece_multiple)
+            return _verdicts(optimizer, entries, small_samples(entries), piece_multiple)
         except Exception as error:
             # A class that makes its states in __init__ fails without them: try again from small
             # parts of the live ones.
@@ -71,7 +76,7 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
             if not any(sample.state for sample in seeded):
                 raise _untriable(optimizer, error) from error
         try:
-            return _verdicts(optimizer, seeded, piece_multiple)
+            return _verdicts(optimizer, entries, seeded, piece_multiple)
         except Exception as error:
             raise _untriable(optimizer, error) from error
 
@@ -88,12 +93,45 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-def _verdicts(optimizer: Optimizer, samples: list[Sample], piece_multiple: int) -> dict[int, Verdict]:
+def _verdicts(
+    optimizer: Optimizer, entries: Sequence[Entry], samples: list[Sample], piece_multiple: int
+) -> dict[int, Verdict]:
     indices = sorted({s.entry.group for s in samples})
     reason = _joint_reason(optimizer, samples)
     if reason is not None:
         return {g: Verdict(kind=UpdateKind.JOINT, piece_multiple=1, reason=reason) for g in indices}
-    return {g: _group_verdict(optimizer, [s for s in samples if s.entry.group == g], piece_multiple) for g in indices}
+    verdicts = {
+        g: _group_verdict(optimizer, [s for s in samples if s.entry.group == g], piece_multiple) for g in indices
+    }
+    tried = {s.weight.shape for s in samples}
+    alike = {_looks(e): e for e in entries if e.parameter.shape not in tried}
+    for entry in alike.values():
+        if verdicts[entry.group].kind is UpdateKind.ELEMENTWISE and not _is_piecewise(optimizer, entry):
+            verdicts[entry.group] = Verdict(
+                kind=UpdateKind.PER_PARAMETER,
+                piece_multiple=1,
+                reason=f"{type(optimizer).__name__} takes other operations for a parameter of shape "
+                f"{tuple(entry.parameter.shape)} than for its pieces",
+            )
+    return verdicts
+
+
+def _looks(entry: Entry) -> tuple[Any, ...]:
+    """Everything that a class may choose by: group, shape, dtype, device, the user's attributes."""
+    parameter = entry.parameter
+    attributes = tuple(sorted(getattr(parameter, "__dict__", {})))
+    return entry.group, tuple(parameter.shape), parameter.dtype, parameter.device, attributes
+
+
+def _is_piecewise(optimizer: Optimizer, entry: Entry) -> bool:
+    """True if the class takes the same operations for the whole parameter as for its pieces."""
+    whole = entry.parameter.shape
+    live = optimizer.state.get(entry.parameter, {})
+    operations = [
+        run_trial(optimizer, entry, shape, entry.parameter.dtype, states=like_states(live, whole, shape)).operations
+        for shape in (whole, *((min(size, whole.numel()),) for size in _PIECE_SIZES))
+    ]
+    return all(each == operations[0] for each in operations)
 
 
 def _fresh(sample: Sample) -> _Run:

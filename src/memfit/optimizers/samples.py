@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from memfit.optimizers.shadow import State
-from memfit.optimizers.state_tensors import small_shape
 from memfit.optimizers.validation import Entry
 
 LARGE_ELEMENTS = 9216
@@ -45,7 +44,7 @@ class Sample:
 def small_samples(entries: Sequence[Entry], live: Mapping[Any, State] | None = None) -> list[Sample]:
     """A few distinct small shapes a group, a large one where it has a large parameter.
 
-    Never fewer than two in all.
+    Of each group two have one shape.
 
     Args:
         entries: the parameters; their bytes are not read.
@@ -70,10 +69,16 @@ def small_samples(entries: Sequence[Entry], live: Mapping[Any, State] | None = N
         large = next((e for e in entries if e.group == group and e.parameter.numel() > 4096), None)
         if large is not None:
             samples.append(maker.large(large))
-    if len(samples) == 1:
-        only = samples[0]
-        samples.append(maker.small(only.entry, only.weight.shape, only.weight.dtype))
-    return samples
+    # Classes that stack parameters of one shape, as some Muons do, need two of a kind to show.
+    firsts = {sample.entry.group: sample for sample in reversed(samples)}
+    return samples + [maker.small(each.entry, each.weight.shape, each.weight.dtype) for each in firsts.values()]
+
+
+def small_shape(shape: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
+    """A shape with as many dimensions, none larger than the cap of its place (the last cap holds
+    further on).
+    """
+    return tuple(min(size, caps[min(place, len(caps) - 1)]) for place, size in enumerate(shape))
 
 
 def isolated(value: Any) -> Any:

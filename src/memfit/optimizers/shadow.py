@@ -265,12 +265,16 @@ def _proxy(part: Part) -> torch.nn.Parameter:
     return proxy
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 def _copy_back(part: Part, proxy: torch.nn.Parameter, new: State) -> State:
     """Brings what the class left elsewhere into the lent memory.
 
     Returns the state, made of lent tensors.
     """
-    if proxy.data_ptr() != part.weight.data_ptr():  # `p.data = ...` in the user's step
+    if _place(proxy) != _place(part.weight):  # `p.data = ...` in the user's step
         part.weight.copy_(proxy.detach())
     state = dict(new)
     for key, lent in part.state.items():

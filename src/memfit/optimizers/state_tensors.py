@@ -2,11 +2,9 @@
 
 In: an optimizer, one of its parameters and the verdict on its group. Out: a tuple of `StateTensor`.
 
-The class itself is run for a few steps on tiny tensors (some states appear at the first step only,
-so all steps are looked at). Elementwise classes run on flat vectors, where a state is either as
-long as the vector or a scalar. Other classes run on two small tensors with as many dimensions as
-the parameter, and each state dimension is explained by a parameter dimension; a third, larger run
-must confirm the rule.
+The class itself is run for a few steps without data (`shape_trials.py`; some states appear at the
+first step only, so all steps are looked at). Elementwise classes run on flat vectors, where a state
+is either as long as the vector or a scalar; other classes run at the parameter's own shape.
 """
 
 from __future__ import annotations
@@ -17,21 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memfit.core.errors import MemfitError, UnsupportedError
 from memfit.optimizers.kinds import UpdateKind
-from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.shadow import State
+from memfit.optimizers.shape_trials import run_trial
 from memfit.optimizers.validation import Entry
 
 ShapeKind = Literal["like", "scalar", "other"]
 
-# Distinct small primes: equal state dimensions in two runs mean a constant, different ones name the
-# parameter's dimension.
-_CAPS_A = (5, 7, 3, 2)
-_CAPS_B = (7, 5, 2, 3)
-_CAPS_LARGE = (61, 67, 3, 2)
-_DRY_RUN_STEPS = 3
 _FLAT_ELEMENTS = 6
 
 
@@ -135,40 +129,18 @@ def _check_number(class_name: str, name: str, key: str, value: Any) -> None:
         )
 
 
-def small_shape(shape: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
-    """A shape with as many dimensions, none larger than the cap of its place (the last cap holds
-    further on).
-    """
-    return tuple(min(size, caps[min(place, len(caps) - 1)]) for place, size in enumerate(shape))
-
-
 def _dry_run(optimizer: Optimizer, entry: Entry, shape: Sequence[int], dtype: torch.dtype) -> State:
-    """States after a few steps on a small random tensor of this shape.
-
-    Keys that went meanwhile are kept.
-    """
-    device = entry.parameter.device
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(tuple(shape), generator=generator).to(device, dtype)
-    shadow = Shadow(optimizer)
-    state: State = {}
-    seen: State = {}
-    for _ in range(_DRY_RUN_STEPS):
-        gradient = torch.randn(tuple(shape), generator=generator).to(device, dtype)
-        part = Part(
-            group=entry.group, name=entry.name, parameter=entry.parameter, weight=weight, gradient=gradient, state=state
-        )
-        state = shadow.run([part])[0]
-        seen.update({key: value for key, value in state.items() if value is not None})
-    for key, value in seen.items():
+    """States after a few steps at this size; states that went meanwhile are kept."""
+    states = run_trial(optimizer, entry, shape, dtype).states
+    for key, value in states.items():
         if not isinstance(value, torch.Tensor):
             _check_number(type(optimizer).__name__, entry.name, key, value)
-        elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        elif type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} keeps state {key!r} of {entry.name!r} as a {type(value).__name__}; memfit "
                 "keeps plain tensors."
             )
-    return seen
+    return states
 
 
 def _flat_layout(
@@ -190,51 +162,12 @@ def _flat_layout(
 def _shaped_layout(
     optimizer: Optimizer, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> dict[str, StateTensor]:
-    sizes = [small_shape(shape, caps) for caps in (_CAPS_A, _CAPS_B, _CAPS_LARGE)]
-    small_a, small_b, large = (_dry_run(optimizer, entry, size, dtype) for size in sizes)
     layout: dict[str, StateTensor] = {}
-    for key, value in small_a.items():
+    for key, value in _dry_run(optimizer, entry, shape, dtype).items():
         if not isinstance(value, torch.Tensor):
             layout[key] = state_tensor(key, None, "scalar", ())
             continue
-        others = (small_b.get(key), large.get(key))
-        shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in (value, *others)]
-        real = _explained_shape(shapes, sizes, shape)
-        if real is None or any(isinstance(v, torch.Tensor) and v.dtype != value.dtype for v in others):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} keeps state {key!r} in shapes {shapes} for parameters of shapes {sizes}: "
-                f"memfit cannot tell its shape for {entry.name!r} {shape} without allocating it."
-            )
+        real = tuple(value.shape)
         kind: ShapeKind = "like" if real == shape and real else "scalar" if math.prod(real) == 1 else "other"
         layout[key] = state_tensor(key, value.dtype, kind, real)
-    if small_b.keys() != small_a.keys() or large.keys() != small_a.keys():
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps other states for larger parameters ({sorted(small_a)} and "
-            f"{sorted(large)}); memfit cannot tell which ones {entry.name!r} will have."
-        )
     return layout
-
-
-def _explained_shape(
-    shapes: Sequence[tuple[int, ...] | None], sizes: Sequence[tuple[int, ...]], real: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """The state's shape at the real size, if each of its dimensions is a constant or one of the
-    parameter's.
-    """
-    dimensions = {len(s) if s is not None else -1 for s in shapes}
-    if len(dimensions) != 1 or -1 in dimensions:
-        return None
-    known = [s for s in shapes if s is not None]
-    answer: list[int] = []
-    for place in range(dimensions.pop()):
-        seen = [s[place] for s in known]
-        matches = [i for i in range(len(real)) if [s[i] for s in sizes] == seen]
-        if place in matches:
-            matches = [place]
-        if len({*seen}) == 1 and not (matches and place in matches):
-            answer.append(seen[0])
-        elif len({real[i] for i in matches}) == 1:
-            answer.append(real[matches[0]])
-        else:
-            return None
-    return tuple(answer)

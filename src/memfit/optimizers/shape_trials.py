@@ -1,0 +1,224 @@
+"""Trials of an optimizer's class: a few steps for one parameter at a stated size, recorded.
+
+In: an optimizer, one of its parameters, a size. Out: a `ShapeTrial`: states, operations, temporary
+memory. Nothing of the live optimizer is changed.
+
+[Note: true shapes] A class may choose its algorithm by the shape of a parameter: timm's Muon takes
+AdamW for thin matrices, SOAP and Shampoo skip long dimensions. A run on small tensors then tells
+nothing about the large ones. A trial therefore runs at the true size on tensors without data
+(torch's fake tensors), which costs no memory; numbers that the class reads from such tensors are 1.
+A class that needs data (`nonzero`, NumPy) is run for real, on one whole parameter at a time. Trials
+are compared by operations and their factors, never by values: choices that a class makes by the
+values of gradients are not seen here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.operators import runs_across
+from memfit.optimizers.samples import isolated
+from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.validation import Entry
+
+_STEPS = 3
+# A norm along another dimension than the last takes 2.1 to 3 ns an element, as if it moved as much.
+_NORM_ACROSS_BYTES = 110.0
+# Types of arguments that hold factors. Numbers of Python also come where a tensor is expected.
+_OF_NUMBERS = ("Tensor", "number", "Optional[number]", "List[number]", "float", "Optional[float]", "List[float]")
+_HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeTrial:
+    """Record of a few steps of an optimizer's class for one parameter.
+
+    Attributes:
+        states: every state that a step left, with the tensors or numbers of the last step that had
+            it; tensors may be without data.
+        operations: names of the operations with the numbers that they were given, in order.
+        scratch_bytes: most that a step has alive of its own: no weight, gradient or state.
+        moved_bytes: read and written by the operations of the last step.
+        lent_bytes: of weight, gradient and states, read once and, but for the gradient, written
+            once.
+        product_dtype: of products of matrices in half precision; None: there are none.
+    """
+
+    states: State
+    operations: tuple[tuple[Any, ...], ...]
+    scratch_bytes: int
+    moved_bytes: int
+    lent_bytes: int
+    product_dtype: torch.dtype | None
+
+
+def run_trial(
+    optimizer: Optimizer,
+    entry: Entry,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    states: State | None = None,
+) -> ShapeTrial:
+    """Steps of the class for a parameter of this size. See [Note: true shapes].
+
+    Args:
+        optimizer: the live optimizer; only read.
+        entry: the parameter that is stood in for; its bytes are not touched.
+        shape: of the weight.
+        dtype: of the weight.
+        device: where the update runs; None: on the parameter's own.
+        states: to begin with, of the size; tensors with dimensions are read for their shapes and
+            dtypes only (they may be on the meta device). None: as before a first step.
+
+    Raises:
+        UnsupportedError: the class needs data and there is no memory for one parameter of the size.
+        Exception: the class's own, where it runs neither without data nor with it.
+    """
+    where = device or entry.parameter.device
+    try:
+        # Constants of the class stay real: their numbers can be read.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            weight = torch.empty(tuple(shape), dtype=dtype, device=where)
+            gradient = torch.empty_like(weight)
+            begun = _begun(states or {}, where)
+        return _steps(optimizer, entry, weight, gradient, begun)
+    except Exception as without_data:  # noqa: BLE001  (whatever a class raises here, the run with data decides)
+        try:
+            generator = torch.Generator().manual_seed(0)
+            weight, gradient = (torch.randn(tuple(shape), generator=generator).to(where, dtype) for _ in range(2))
+            return _steps(optimizer, entry, weight, gradient, _begun(states or {}, where))
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} needs numbers to choose its steps ({type(without_data).__name__}), and "
+                f"there is no memory to try it on a whole parameter like {entry.name!r} {tuple(shape)}. Raise the "
+                "limit, or use an optimizer whose step reads no values."
+            ) from error
+
+
+def like_states(states: State, whole: Sequence[int], shape: Sequence[int]) -> State:
+    """States for a part of a parameter; those of the whole shape become parts, without data."""
+    return {
+        key: torch.empty(tuple(shape), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor) and value.shape == tuple(whole)
+        else value
+        for key, value in states.items()
+    }
+
+
+def _begun(states: State, device: torch.device) -> State:
+    return {
+        key: torch.ones(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else isolated(value)
+        for key, value in states.items()
+    }
+
+
+def _steps(
+    optimizer: Optimizer, entry: Entry, weight: torch.Tensor, gradient: torch.Tensor, states: State
+) -> ShapeTrial:
+    shadow = Shadow(optimizer)
+    seen: State = {}
+    operations: list[tuple[Any, ...]] = []
+    scratch_bytes = moved_bytes = lent_bytes = 0
+    product_dtype: torch.dtype | None = None
+    for _ in range(_STEPS):
+        lent = [weight, gradient, *(value for value in states.values() if isinstance(value, torch.Tensor))]
+        part = Part(
+            group=entry.group,
+            name=entry.name,
+            parameter=entry.parameter,
+            weight=weight,
+            gradient=gradient.clone(),
+            state=states,
+        )
+        # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
+        with torch.compiler.set_stance("force_eager"), _StepRecording([*lent, part.gradient]) as recording:
+            states = shadow.run([part])[0]
+        seen.update({key: value for key, value in states.items() if value is not None})
+        operations += recording.operations
+        scratch_bytes = max(scratch_bytes, recording.peak_bytes - recording.bytes_of(states.values()))
+        lent_bytes = 2 * sum(tensor.nbytes for tensor in lent if tensor.dim()) - gradient.nbytes
+        moved_bytes = recording.moved_bytes
+        product_dtype = recording.product_dtype or product_dtype
+    return ShapeTrial(
+        states=seen,
+        operations=tuple(operations),
+        scratch_bytes=scratch_bytes,
+        moved_bytes=moved_bytes,
+        lent_bytes=lent_bytes,
+        product_dtype=product_dtype,
+    )
+
+
+def _factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[complex]:
+    """Numbers that take part in the arithmetic of an operation: no sizes, dimensions or flags."""
+    arguments = {argument.name: argument for argument in func._schema.arguments}
+    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    numbers = [value for name, value in given.items() if str(arguments[name].type) in _OF_NUMBERS]
+    return [value for value in tree_leaves(numbers) if isinstance(value, int | float | complex)]
+
+
+class _StepRecording(TorchDispatchMode):
+    """Records operations, and the bytes of storages that they make until these die."""
+
+    def __init__(self, lent: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, ...]] = []
+        self.peak_bytes = 0
+        self.moved_bytes = 0
+        self.product_dtype: torch.dtype | None = None
+        self._bytes = 0
+        self._lent = {tensor.untyped_storage()._cdata for tensor in lent}
+        self._made: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        del types
+        given = tree_leaves((args, kwargs))
+        self.operations.append((func._overloadpacket, *_factors(func, args, kwargs or {})))
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
+            return torch.ones((), dtype=tensors[0].dtype).item()
+        out = func(*args, **(kwargs or {}))
+        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        for value in made:
+            self._note(value.untyped_storage())
+        if func._overloadpacket in _PRODUCTS and made and made[0].dtype in _HALF:
+            self.product_dtype = made[0].dtype
+        if not func.is_view:
+            # Lists of tensors that are updated in place are given back as nothing.
+            written = made or (tensors if func._schema.is_mutable else [])
+            self.moved_bytes += sum(value.nbytes for value in (*tensors, *written) if value.dim())
+            if runs_across(func, args, kwargs):
+                self.moved_bytes += int(_NORM_ACROSS_BYTES * tensors[0].numel())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._lent or key in self._made:
+            return
+        self._made[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key))
+        nbytes = storage.nbytes()  # apart: finalizers, which run at any call, count here as well
+        self._bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def _forget(self, key: int) -> None:
+        self._bytes -= self._made.pop(key)[0]
+
+    def bytes_of(self, values: Iterable[Any]) -> int:
+        """Bytes of storages made by operations that live on in these values."""
+        keys = {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+        return sum(self._made[key][0] for key in keys if key in self._made)
