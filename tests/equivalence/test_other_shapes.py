@@ -106,3 +106,67 @@ def test_behind_some_lengths_of_a_bucket_no_other_is_traced(monkeypatch: pytest.
     assert traced == [5, 9, 17]  # the last is longer than all
     assert not any(result.departures for result in found)
     check_equal(ours, theirs)
+
+
+class Routed(torch.nn.Module):
+    """Rows go where their values say: no trace without data shows the step."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.gate = torch.nn.Linear(width, 2)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().squeeze(1)
+            out = out.index_add(0, rows, expert(x[rows]).tanh())
+        return x + out
+
+
+def routed() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Routed() for _ in range(3)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def routed_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def untraceable_plan(home: Tier, microbatches: int = 1) -> Plan:
+    blocks = {str(i): BlockPlan(weight_home=home, state_home=home, gradient_home=home) for i in range(3)}
+    return Plan(blocks=blocks, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_step_that_cannot_be_traced_trains_batches_of_other_shapes_with_weights_on_disk(microbatches: int) -> None:
+    (plain, plain_optimizer), (model, optimizer) = routed(), routed()
+    batches = [torch.randn(rows, 32) for rows in (18, 18, 12, 33, 2, 18)]
+    with memfit.fit(model, optimizer, routed_loss, batches[0], plan=untraceable_plan(Tier.DISK, microbatches)) as job:
+        for each in batches:
+            plain_optimizer.zero_grad()
+            k = min(microbatches, len(each))
+            parts = each.tensor_split(k)
+            for part in parts:
+                (routed_loss(plain, part) * (len(part) / len(each))).backward()
+            plain_optimizer.step()
+            assert not job.step(each).departures
+        job.evaluate(torch.randn(40, 32))
+    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+def test_an_untraceable_batch_is_bounded_by_the_samples_memory_and_refused_where_the_bound_does_not_fit() -> None:
+    model, optimizer = routed()
+    options = {"plan": untraceable_plan(Tier.DISK), "emulate_device": True, "limit": 8 * MIB}
+    with memfit.fit(model, optimizer, routed_loss, torch.randn(512, 32), **options) as job:
+        job.step(torch.randn(512, 32))
+        for rows in (700, 1400, 100):
+            result = job.step(torch.randn(rows, 32))
+            prepared = job._runner.assembly.shapes.known[-1]
+            assert prepared.profile.batch_rows == rows
+            assert result.peak_bytes <= prepared.peak_bytes * 1.01
+        with pytest.raises(DoesNotFitError, match="a batch of 65536 rows"):
+            job.step(torch.zeros(1 << 16, 32))
+        job.step(torch.randn(512, 32))

@@ -5,16 +5,18 @@ In: a plan and a batch. Out: `Prepared`, or a refusal that says which limit the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from memfit.batches.splitting import signature_of
+from memfit.batches.splitting import Signature, signature_of
 from memfit.core.accumulation import accumulated
-from memfit.core.errors import DoesNotFitError
+from memfit.core.errors import AwayError, DoesNotFitError, MemfitError
 from memfit.core.plan import CallPlan, Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
@@ -30,6 +32,7 @@ from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_step
 from memfit.scheduling.lower import lower
+from memfit.scheduling.microbatch_traces import scaled
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
 _SHAPES = 64
@@ -109,7 +112,9 @@ def forward_pass(plan: Plan, profile: Profile, microbatches: int, *, within_byte
     return min(found, key=lambda one: one[0])[1]
 
 
-def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Profile | None = None) -> Prepared:
+def prepare(
+    setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Profile | None = None, growth: float = 1.0
+) -> Prepared:
     """Traces a batch and prepares it.
 
     Args:
@@ -119,13 +124,20 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Pro
             microbatches.
         adds_apart: of the job's plan.
         like: profile of the batch that the plan was decided for; None: of this one.
+        growth: bound of the memory of this batch, relative to that one: taken where the batch
+            cannot be traced ([Note: untraceable batches]).
 
     Raises:
         UnsupportedError: the plan would train another model on this batch.
     """
     problem = setup.problem
     cut = replace(plan, microbatches=problem.cut.most(batch, plan.microbatches))
-    traced = problem.profile_for(cut, batch, checks_repeat=False, like=like)
+    try:
+        traced = problem.profile_for(cut, batch, checks_repeat=False, like=like)
+    except MemfitError as error:
+        if like is None or like.source != "real" or not _needs_room(error):
+            raise
+        traced = scaled(like, problem.cut.rows(batch), cut.microbatches, growth)
     if like is not None:
         cut = for_other_calls(cut, _sites(like), _sites(traced))
         if traced.keeps_order and not like.keeps_order:
@@ -140,6 +152,27 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool, like: Pro
         adds_apart=adds_apart,
         device=setup.device,
     )
+
+
+def _needs_room(error: MemfitError) -> bool:
+    """True if a real step that would show a batch has no weights or no memory.
+
+    [Note: untraceable batches] A step that reads values cannot be traced without data, and in
+    mid-training a real step with everything on the device may have neither the weights, which rest
+    elsewhere, nor the memory. A schedule names no sizes ([Note: buckets of lengths]), so the batch
+    runs by the sample's. Its memory is bounded by the sample's: in proportion to rows, and by the
+    square of what a row holds, as attention grows.
+    """
+    return isinstance(error, AwayError) or isinstance(error.__cause__, torch.OutOfMemoryError)
+
+
+def growth_of(signature: Signature, sample: Signature) -> float:
+    """Bound of a batch's memory relative to the sample's, at least 1. See `_needs_room`."""
+    rows = max(1.0, signature.rows / sample.rows)
+    sizes, bounds = ([math.prod(shape) / one.rows for shape, _ in one.tensors] for one in (signature, sample))
+    if len(sizes) != len(bounds):
+        sizes, bounds = [sum(sizes)], [sum(bounds)]
+    return rows * max((1.0, *(size / max(bound, 1.0) for size, bound in zip(sizes, bounds, strict=True)))) ** 2
 
 
 def for_other_calls(plan: Plan, sites: Sequence[str], others: Sequence[str]) -> Plan:
@@ -285,7 +318,10 @@ class PreparedShapes:
             return known, None
         with self._looking_away():
             like = planned.prepared.profile
-            prepared = prepare(planned.setup, planned.plan, batch, adds_apart=planned.adds_apart, like=like)
+            growth = growth_of(signature, planned.signature)
+            prepared = prepare(
+                planned.setup, planned.plan, batch, adds_apart=planned.adds_apart, like=like, growth=growth
+            )
         excess = self._excess(prepared)
         if excess is None:
             self._known[signature] = prepared

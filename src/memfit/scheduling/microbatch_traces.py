@@ -77,11 +77,30 @@ def _role(s: StorageProfile) -> tuple[Any, ...]:
     return s.segment, s.saved_inside, s.saved_outside, s.argument_of, s.last_use, s.held_until, s.is_input
 
 
+def scaled(profile: Profile, rows: int, microbatches: int, growth: float) -> Profile:
+    """Profile for a batch that was not traced: all sizes of the largest trace times a factor.
+
+    Args:
+        profile: of another batch of the same program.
+        rows: of the batch.
+        microbatches: into how many the batch is cut.
+        growth: bound of bytes and work of a microbatch, relative to the largest one that was
+            traced; at least 1, since gradients of parameters do not shrink with the batch.
+    """
+    largest = profile.traces[max(profile.traces)]
+    size = -(-rows // microbatches)
+    return replace(profile, batch_rows=rows, traces={size: _mixed_trace(largest, largest, size, growth, base=0)})
+
+
 def _between(small: TraceProfile, large: TraceProfile, rows: int) -> TraceProfile:
-    share = (rows - small.rows) / (large.rows - small.rows)
+    return _mixed_trace(small, large, rows, (rows - small.rows) / (large.rows - small.rows))
+
+
+def _mixed_trace(small: TraceProfile, large: TraceProfile, rows: int, share: float, *, base: int = 1) -> TraceProfile:
+    """A trace on the line that begins at the small one (base 1) or at nothing (base 0)."""
 
     def mix(low: float, high: float) -> int:
-        return math.ceil(low + share * (high - low))
+        return math.ceil(base * low + share * (high - base * low))
 
     def mixed(low: _RecordT, high: _RecordT) -> _RecordT:
         found: dict[str, Any] = {}
@@ -90,7 +109,7 @@ def _between(small: TraceProfile, large: TraceProfile, rows: int) -> TraceProfil
             if name.endswith(_BYTES) and None not in parts:
                 found[name] = mix(*parts)
             elif name.endswith("work"):
-                found[name] = summed(zip(parts, (1.0 - share, share), strict=True))
+                found[name] = summed(zip(parts, (base * (1.0 - share), share), strict=True))
         return replace(high, **found)
 
     calls = [
