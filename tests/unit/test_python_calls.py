@@ -86,14 +86,34 @@ def test_a_trace_counts_what_the_program_calls_by_call() -> None:
 def test_a_profiler_of_the_users_own_stays_and_nothing_is_counted() -> None:
     model = nn.Sequential(Looking(CALLS), Looking(CALLS))
     plain = traced(model)
+
+    def users(_frame: Any, _event: str, _argument: Any) -> None:
+        return
+
+    sys.setprofile(users)
+    try:
+        beside = traced(model)
+        assert sys.getprofile() is users
+    finally:
+        sys.setprofile(None)
+    assert sum(counted(beside)) == 0 < sum(counted(plain))
+    assert beside.calls[0].forward_flops == plain.calls[0].forward_flops
+
+
+def test_cprofile_goes_on_beside_a_trace() -> None:
+    """Up to Python 3.11 it is the one profiler of `sys.setprofile`, since then one of `sys.monitoring`'s tools."""
+    model = nn.Sequential(Looking(CALLS), Looking(CALLS))
+    plain = traced(model)
     profiler = cProfile.Profile()
     profiler.enable()
     try:
         beside = traced(model)
-        assert sys.getprofile() is not None
+        looked_at(torch.ones(1))
     finally:
         profiler.disable()
-    assert sum(counted(beside)) == 0 < sum(counted(plain))
+    (seen,) = [entry.callcount for entry in profiler.getstats() if entry.code is looked_at.__code__]
+    assert seen > 2 * CALLS
+    assert sum(counted(beside)) == (sum(counted(plain)) if sys.version_info >= (3, 12) else 0)
     assert beside.calls[0].forward_flops == plain.calls[0].forward_flops
 
 

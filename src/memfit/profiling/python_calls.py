@@ -47,8 +47,9 @@ _WITH_HOOKS = frozenset({
 class PythonCalls:
     """Counts calls into the last of some segments.
 
-    Beside a profiler that somebody else has set, nothing is counted: Python has one of them at a
-    time.
+    Beside a profiler that somebody else has set, nothing is counted: Python has one of
+    `sys.setprofile` at a time. Tools of `sys.monitoring`, such as cProfile since Python 3.12, are
+    others.
 
     Attributes:
         is_counting: calls are counted now, so that what is not the program's has to say so.
