@@ -241,7 +241,8 @@ def test_a_budget_counts_what_planning_took_of_the_process_as_it_is() -> None:
     taken = b"\1" * (24 * MIB)
     after = machine.planned_budget(nn.Linear(4, 4), ())
     usual = FIRST_STEP_BYTES  # nothing was traced, so that no library is known to be used
-    assert after.base_bytes - before.base_bytes == pytest.approx(len(taken) + usual, abs=2 * MIB)
+    # Pages of libraries that left when the machine was opened come back meanwhile.
+    assert after.base_bytes - before.base_bytes == pytest.approx(len(taken) + usual, abs=8 * MIB)
     assert before.reserve_bytes - after.reserve_bytes == PLANNING_BYTES
 
 

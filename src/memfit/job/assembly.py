@@ -197,6 +197,7 @@ class Assembly(Contents):
         if setup.run is not None and setup.has_journal:
             self._open_journal()
         machine.forget_peak()  # while the model was whole
+        machine.give_back_libraries()  # those of planning alone
         if setup.enforces:
             machine.hard_limit.arm()
         self.has_begun = True

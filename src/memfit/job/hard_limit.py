@@ -237,12 +237,12 @@ def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
 
 
 def outside_bytes(process: ProcessMeter | None, allocator: Allocator | FallbackAllocator | None) -> int:
-    """Resident bytes of the process that our allocator did not give: interpreter, libraries, what
-    was allocated before. 0 if either is None.
+    """Bytes of the process that our allocator did not give: interpreter, libraries, what was
+    allocated before. 0 if either is None.
     """
     if process is None or allocator is None:
         return 0
-    return max(0, process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes)
+    return max(0, process.counted_bytes() - allocator.stats().mapped_bytes)
 
 
 def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:

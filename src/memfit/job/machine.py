@@ -42,10 +42,11 @@ from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, 
 # Beside the model as it was built on an emulated device: small tensors, rounding. What is tried out
 # and probed is host memory there (see `operation_trials`).
 _EMULATED_LOAD_SCRATCH_BYTES = 2 * MIB
-# Of a process staging of the disk's workers, the probe's matrices and buffers, code pages and
-# Python's own growth while a model is traced: 15 to 62 MiB seen. Of an accelerator the probe's
-# matrices, and what its caching allocator reserves for tensors that come and go.
-_LOAD_SCRATCH_BYTES = 64 * MIB
+# Staging of the disk's workers, the probe's matrices and buffers, code pages, Python's own growth
+# while a model is traced: 15 to 62 MiB seen. Pages that had left before are up to 16 more.
+_LOAD_SCRATCH_BYTES = 80 * MIB
+# The probe's matrices, and what a caching allocator reserves for tensors that come and go.
+_ACCELERATOR_LOAD_SCRATCH_BYTES = 64 * MIB
 # Where less than that is left, weights are put aside first: more than was seen, since other models
 # are larger.
 _LOAD_ROOM_BYTES = 128 * MIB
@@ -137,8 +138,8 @@ class Machine:
         self.limits = replace(self.limits, by_tier={**self.limits.by_tier, Tier.DEVICE: limit_bytes})
 
     def base_bytes(self) -> int:
-        """Resident bytes of the process that our allocator did not give: interpreter, libraries,
-        what was allocated before. 0 elsewhere.
+        """Bytes of the process that our allocator did not give: interpreter, libraries, what was
+        allocated before. 0 elsewhere.
         """
         return outside_bytes(self.process, self.allocator)
 
@@ -201,8 +202,9 @@ class Machine:
                 is there.
         """
         libraries = tuple(libraries)
-        if self.counts_process:
+        if self.process is not None:
             compute_once(libraries)
+            self.process.note_used_files()
         self._reserve.end_planning(kernel_bytes + panels_to_come(libraries, torch.get_num_threads()))
         here = [p for p in model.parameters() if p.device == self.device and not is_away(p)]
         return self.budget([p for p in here if p.untyped_storage().nbytes()], beside)
@@ -223,7 +225,7 @@ class Machine:
     def _device_bytes(self) -> int:
         """Bytes that a device beside the host holds, with scratch for the load."""
         if isinstance(self.meter, AcceleratorMeter):
-            return self.meter.held_bytes() + _LOAD_SCRATCH_BYTES
+            return self.meter.held_bytes() + _ACCELERATOR_LOAD_SCRATCH_BYTES
         return self.meter.live_bytes() + _EMULATED_LOAD_SCRATCH_BYTES
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False, encoding_bytes: int = 0) -> int:
@@ -302,6 +304,14 @@ class Machine:
         further = {tier: each.spec for tier, each in self.further.items()}
         return replace(hardware, tiers={**hardware.tiers, **further}) if further else hardware
 
+    def give_back_libraries(self) -> None:
+        """Gives clean pages of libraries back to the kernel where a limit counts them.
+
+        See [Note: pages that come back] in `verification.meters`.
+        """
+        if self.process is not None and self.limits.device_bytes is not None:
+            self.process.give_back_libraries()
+
     def forget_peak(self) -> None:
         """Forgets what was used until now: the pool of freed memory goes back
         and starts anew.
@@ -370,7 +380,7 @@ def open_machine(
         _tell_fallback(unavailable)
     allocator.trim()
     meter = CpuMeter(allocator)
-    return Machine(
+    machine = Machine(
         device,
         limits,
         meter,
@@ -379,6 +389,8 @@ def open_machine(
         uses_kernel=uses_kernel,
         further=further,
     )
+    machine.give_back_libraries()  # before anything is measured
+    return machine
 
 
 def _tell_fallback(reason: TierUnavailableError) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit.allocator import Allocator, FallbackAllocator
-from memfit.allocator.kernel import KernelLimit, drop_mapped_files
+from memfit.allocator.kernel import KernelLimit, drop_mapped_files, page_out_libraries
 from memfit.core.errors import LimitBreachError
 from memfit.core.units import MIB, format_bytes
 
@@ -154,12 +154,14 @@ class Room:
         """Returns why a step of that predicted peak does not fit what is left, in words; None if it
         does.
 
-        Where it seems not to, malloc's free pages and the pages of mapped files go first.
+        Where it seems not to, malloc's free pages and the pages of mapped files and libraries go
+        first.
         """
         if self._fits(peak_bytes):
             return None
         self._allocator.trim()
         drop_mapped_files()
+        page_out_libraries()
         self._note_users()
         if self._fits(peak_bytes):
             return None

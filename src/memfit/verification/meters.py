@@ -15,10 +15,15 @@ import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, Ledger, procfs
+from memfit.allocator.kernel import page_out_libraries
 from memfit.core.errors import TierUnavailableError, UsageError
 from memfit.core.phase_proof import STEP_PHASES
-from memfit.core.units import format_bytes
+from memfit.core.units import MIB, format_bytes
 from memfit.verification.family import Family, private_bytes
+
+# Pages of files that are worth giving back: the next step reads what it uses of them again, in 20
+# to 200 ms.
+_LEAST_FILE_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,12 @@ class ProcessMeter:
 
     It does not sample: peaks are the kernel's own.
 
+    [Note: pages that come back]
+    Pages of libraries leave when a limited job begins, and a step brings back those that it uses.
+    A plan that was made without them would pass its limit. So pages of files are counted as they
+    were when planning ended, which runs what a step runs: pages that leave after it make no room
+    for tensors, but for those that came since then (an import of the user's).
+
     Args:
         with_children: adds what living children, grandchildren and so on hold beside it. See [Note:
             shared pages].
@@ -48,6 +59,7 @@ class ProcessMeter:
 
     def __init__(self, *, with_children: bool = False) -> None:
         self._family = Family() if with_children else None
+        self._files_left_bytes = self._files_used_bytes = 0
 
     def resident_bytes(self) -> ResidentBytes:
         """Returns the bytes in memory now.
@@ -61,6 +73,26 @@ class ProcessMeter:
             private_bytes=private_bytes(own) + beside,
             whole_bytes=own.resident_bytes + beside,
         )
+
+    def counted_bytes(self) -> int:
+        """Returns the resident bytes, with the pages of libraries that come back when a step runs.
+
+        See [Note: pages that come back].
+        """
+        missing = self._files_used_bytes - procfs.read_status().file_bytes
+        return self.resident_bytes().whole_bytes + max(0, missing)
+
+    def give_back_libraries(self) -> None:
+        """Gives clean pages of libraries back to the kernel, where many have come since the last
+        time.
+        """
+        if procfs.read_status().file_bytes - self._files_left_bytes >= _LEAST_FILE_BYTES:
+            page_out_libraries()
+            self._files_left_bytes = procfs.read_status().file_bytes
+
+    def note_used_files(self) -> None:
+        """Notes that the mapped pages of files are in use: from now on no fewer are counted."""
+        self._files_used_bytes = procfs.read_status().file_bytes
 
     def reset_peak(self) -> None:
         """Starts the kernel's peak again at what is resident now, for every reader of it.
