@@ -229,3 +229,21 @@ def test_a_run_whose_files_shrink_under_a_live_job_says_so_and_keeps_its_commit(
     model = small_run.build("tied-and-frozen")
     with pytest.raises(StoreError, match="homes-0.bin has 0 bytes"):
         memfit.fit(model, small_run.adamw(model), small_run.loss, small_run.draw(torch.Generator()), store=run)
+
+
+def test_a_run_that_lost_its_manifest_is_refused_and_not_begun_anew(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    (run / "manifest.json").rename(tmp_path / "manifest.json")
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lock"}
+    model = small_run.build("tied-and-frozen")
+    for act in (
+        lambda: memfit.fit(model, small_run.adamw(model), small_run.loss, small_run.draw(torch.Generator()), store=run),
+        lambda: verify_run(run),
+        lambda: export_run(run, tmp_path / "out"),
+    ):
+        with pytest.raises(StoreError, match=r"holds data of a store \(homes-0.bin\) and no manifest.json"):
+            act()
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lock"} == before
+    (tmp_path / "manifest.json").rename(run / "manifest.json")
+    assert verify_run(run).is_whole

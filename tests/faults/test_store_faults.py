@@ -64,7 +64,7 @@ class Broken(FileOperations):
 
     def open(self, path: Path, flags: int, mode: int = 0o644) -> int:
         self._maybe_fail("open")
-        if path.name == "manifest.json.new":
+        if path.name in ("manifest.json.new", "manifest.json.partial"):
             self._maybe_fail("open manifest")
         return super().open(path, flags, mode)
 
@@ -303,9 +303,15 @@ def test_a_directory_that_holds_a_store_is_not_overwritten(tmp_path: Path) -> No
         assert content_of(again, "B0/weight") == content
 
 
-def test_what_an_interrupted_creation_left_is_replaced(tmp_path: Path) -> None:
+def test_what_an_interrupted_creation_left_is_replaced_and_data_that_lost_their_manifest_are_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "homes-0.bin").write_bytes(b"rubbish")
+    (tmp_path / "s" / "homes-0.bin").write_bytes(b"the only copy")
+    with pytest.raises(StoreError, match=r"holds data of a store \(homes-0.bin\) and no manifest.json"):
+        DiskStore.create(tmp_path / "s", SPECS, identity={}, durable=False)
+    assert (tmp_path / "s" / "homes-0.bin").read_bytes() == b"the only copy"
+    (tmp_path / "s" / "manifest.json.partial").touch()  # the name of what is made or removed
     with DiskStore.create(tmp_path / "s", SPECS, identity={}, durable=False) as store:
         assert content_of(store, "B0/weight") == bytes(300_000)
 
@@ -567,10 +573,26 @@ while True:
 def test_what_cannot_be_removed_is_told_and_the_store_is_closed_even_so(tmp_path: Path) -> None:
     broken = Broken()
     store, _ = committed(tmp_path / "s", broken)
-    broken.break_from("unlink", errno.EACCES)
+    broken.break_from("rename", errno.EACCES)
     with pytest.raises(StoreError, match="remove the file"):
         store.close(delete=True)
     DiskStore.open(tmp_path / "s").close()
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_removal_that_was_interrupted_is_no_store_and_makes_room_for_the_next(tmp_path: Path, calls: int) -> None:
+    broken = Broken()
+    store, _ = committed(tmp_path / "s", broken)
+    broken.break_from("unlink", errno.EACCES, after_calls=calls)
+    try:
+        store.close(delete=True)
+    except StoreError:
+        assert (tmp_path / "s" / "manifest.json.partial").exists()
+    with pytest.raises(StoreError, match="there is no store"):
+        DiskStore.open(tmp_path / "s")
+    with DiskStore.create(tmp_path / "s", SPECS, identity={}, durable=False) as again:
+        assert content_of(again, "B0/weight") == bytes(300_000)
+        assert not (tmp_path / "s" / "manifest.json.partial").exists()
 
 
 # ---- manifests that are not to be trusted

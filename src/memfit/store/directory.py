@@ -2,6 +2,13 @@
 
 In: a directory and file lengths. Out: open files and a held lock, or a `StoreError` and nothing
 left behind.
+
+[Note: data without a manifest]
+Data files without a manifest are what a crash left while they were made or removed, or a committed
+step whose manifest was lost. A mark tells the two apart: the first manifest is written under the
+name `PARTIAL_MANIFEST_NAME` before there are data, and gets its own name last; a removal renames
+the manifest to that name first, and removes it last. Files beside a mark may go. Data beside
+neither a manifest nor a mark are somebody's only copy, and are left alone.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from memfit.store.manifest import (
     LIMIT_BYTES,
     MANIFEST_NAME,
     NEW_MANIFEST_NAME,
+    PARTIAL_MANIFEST_NAME,
     PREPARED_MANIFEST_NAME,
     Manifest,
     file_name,
@@ -31,21 +39,22 @@ from memfit.store.manifest import (
 from memfit.store.os_errors import explain, store_error
 
 _DATA_FILE = re.compile(r"homes-[0-9]{1,5}\.bin")
+_STATE_FILES = (state_file_name(0), state_file_name(1))
 
 
 def create_files(
     directory: Path, files: Mapping[str, int], manifest: bytes, *, durable: bool, operations: FileOperations
 ) -> tuple[bool, DirectoryLock, tuple[FileHandle, ...]]:
-    """Makes the directory, the lock, the files (name to bytes) with their blocks claimed, and last
-    the manifest.
+    """Makes the directory, the lock, the mark, the files (name to bytes) with their blocks claimed,
+    and last the manifest. See [Note: data without a manifest].
 
     Returns:
         Whether the directory was made, the lock, the open files.
 
     Raises:
         StoreInUseError: a live job owns the directory.
-        StoreError: no parent, no permission, no room, or a store is there. What was made is removed
-            again.
+        StoreError: no parent, no permission, no room, or a store is there, or data of one that lost
+            its manifest. What was made is removed again.
     """
     made_directory = _make_directory(directory, operations)
     lock: DirectoryLock | None = None
@@ -53,15 +62,19 @@ def create_files(
     try:
         lock = DirectoryLock(directory, operations=operations)
         _refuse_store(directory)
-        # Data files without a manifest are what a crash in this function left behind.
-        _remove_data_files(directory, operations)
+        # The mark beside them stays until it is written anew.
+        _unlink(directory, data_names(directory), operations)
+        _write_mark(directory, manifest, durable=durable, operations=operations)
         _claim(directory, files, handles, operations)
-        _write_first_manifest(directory, manifest, handles, durable=durable, operations=operations)
+        _name_manifest(directory, handles, durable=durable, operations=operations)
     except BaseException:
         for handle in handles:
             handle.close()
             with contextlib.suppress(OSError):
                 operations.unlink(handle.path)
+        if lock is not None and is_unfinished(directory) and not data_names(directory):
+            with contextlib.suppress(OSError):
+                operations.unlink(directory / PARTIAL_MANIFEST_NAME)
         if lock is not None:
             # What went wrong first is what the user must hear.
             with contextlib.suppress(StoreError):
@@ -83,6 +96,33 @@ def _refuse_store(directory: Path) -> None:
         raise store_error(
             f"{directory} holds a store already: open it, choose another directory, or remove it", errno.EEXIST
         )
+    refuse_lost(directory)
+
+
+def refuse_lost(directory: Path) -> None:
+    """Refuses a directory that holds the data of a store that lost its manifest. Raises
+    `StoreError`.
+    """
+    names = data_names(directory)
+    if names and not is_unfinished(directory) and not is_there(directory / MANIFEST_NAME):
+        raise store_error(
+            f"{directory} holds data of a store ({names[0]}) and no {MANIFEST_NAME}, without which nobody can read them: "
+            f"restore {MANIFEST_NAME} from a copy, choose another directory, or remove {', '.join(names[:3])} if they are not needed",
+            errno.ENOENT,
+        )
+
+
+def data_names(directory: Path) -> list[str]:
+    """Returns the names in a directory that are those of a store's data and small state."""
+    names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
+    return sorted(name for name in names if _DATA_FILE.fullmatch(name) or name in _STATE_FILES)
+
+
+def is_unfinished(directory: Path) -> bool:
+    """True where a store was being made or removed when its process ended: see [Note: data without
+    a manifest].
+    """
+    return is_there(directory / PARTIAL_MANIFEST_NAME) and not is_there(directory / MANIFEST_NAME)
 
 
 def _make_directory(directory: Path, operations: FileOperations) -> bool:
@@ -140,11 +180,19 @@ def _claim(directory: Path, files: Mapping[str, int], handles: list[FileHandle],
                 ) from error
 
 
-def _write_first_manifest(
-    directory: Path, manifest: bytes, handles: list[FileHandle], *, durable: bool, operations: FileOperations
-) -> None:
+def _write_mark(directory: Path, manifest: bytes, *, durable: bool, operations: FileOperations) -> None:
+    mark = directory / PARTIAL_MANIFEST_NAME
+    try:
+        write_small_file(mark, manifest, operations=operations, durable=durable)
+        if durable:
+            # Before there are data, which without it are those of a store that lost its manifest.
+            sync_directory(directory, operations=operations)
+    except OSError as error:
+        raise explain(error, doing="write the manifest", path=mark) from error
+
+
+def _name_manifest(directory: Path, handles: list[FileHandle], *, durable: bool, operations: FileOperations) -> None:
     target = directory / MANIFEST_NAME
-    fresh = directory / NEW_MANIFEST_NAME
     try:
         if durable:
             for handle in handles:
@@ -152,16 +200,14 @@ def _write_first_manifest(
             # Before the manifest that speaks of them: a file system may make a later name durable
             # first.
             sync_directory(directory, operations=operations)
-        write_small_file(fresh, manifest, operations=operations, durable=durable)
-        operations.rename(fresh, target)
+        operations.rename(directory / PARTIAL_MANIFEST_NAME, target)
         if durable:
             sync_directory(directory, operations=operations)
             # The directory's own name, for the case that it is new.
             sync_directory(directory.parent, operations=operations)
     except OSError as error:
-        for name in (fresh, target):
-            with contextlib.suppress(OSError):
-                operations.unlink(name)
+        with contextlib.suppress(OSError):
+            operations.rename(target, directory / PARTIAL_MANIFEST_NAME)
         raise explain(error, doing="write the manifest", path=target) from error
 
 
@@ -176,6 +222,7 @@ def read_manifest_file(directory: Path, *, operations: FileOperations, name: str
         # Without waiting: a pipe in the place of the manifest would hang the reader.
         descriptor = operations.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
+        refuse_lost(directory)
         raise store_error(
             f"there is no store at {directory}: it has no {name}; check the path, or create one", errno.ENOENT
         ) from error
@@ -273,28 +320,36 @@ def _check_length(handle: FileHandle, size_bytes: int) -> None:
         )
 
 
-def remove_files(directory: Path, files: Iterable[str], *, operations: FileOperations) -> None:
-    """Removes the manifest, then the data: data without a manifest is rubbish, the reverse is a
-    broken store.
+def remove_files(directory: Path, names: Iterable[str], *, durable: bool, operations: FileOperations) -> None:
+    """Removes the files of a store, or of one that was being made or removed. The mark is first and
+    last: see [Note: data without a manifest].
+
+    Args:
+        directory: of the store.
+        names: of its data and small state.
+        durable: a power cut finds the mark, or nothing.
+        operations: the system calls.
 
     Raises:
         StoreError: something cannot be removed.
     """
-    for name in (MANIFEST_NAME, NEW_MANIFEST_NAME, PREPARED_MANIFEST_NAME, *files):
-        path = directory / name
+    path, mark = directory / MANIFEST_NAME, directory / PARTIAL_MANIFEST_NAME
+    try:
+        if is_there(path):
+            operations.rename(path, mark)
+        _unlink(directory, (NEW_MANIFEST_NAME, PREPARED_MANIFEST_NAME, *names), operations)
+        if durable:
+            sync_directory(directory, operations=operations)
+    except OSError as error:
+        raise explain(error, doing="remove the file", path=path) from error
+    _unlink(directory, (PARTIAL_MANIFEST_NAME,), operations)
+
+
+def _unlink(directory: Path, names: Iterable[str], operations: FileOperations) -> None:
+    for path in (directory / name for name in names):
         try:
             operations.unlink(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             raise explain(error, doing="remove the file", path=path) from error
-
-
-def _remove_data_files(directory: Path, operations: FileOperations) -> None:
-    for name in sorted(found.name for found in directory.iterdir()):
-        if _DATA_FILE.fullmatch(name) or name in (state_file_name(0), state_file_name(1)):
-            path = directory / name
-            try:
-                operations.unlink(path)
-            except OSError as error:
-                raise explain(error, doing="remove what an interrupted start left", path=path) from error

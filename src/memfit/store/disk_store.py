@@ -452,7 +452,8 @@ class DiskStore(ClosesAtExit):
                 self.io.close()
             try:
                 if delete:
-                    remove_files(self.directory, files_of(self._manifest), operations=self._operations)
+                    names = files_of(self._manifest)
+                    remove_files(self.directory, names, durable=self._durable, operations=self._operations)
             except StoreError:
                 self._let_go()
                 raise

@@ -47,6 +47,10 @@ PREPARED_MANIFEST_NAME = "manifest.json.prepared"
 """Manifest of a commit that waits for those of other stores; see `publish`, [Note: commit of
 several stores].
 """
+PARTIAL_MANIFEST_NAME = "manifest.json.partial"
+"""Manifest of a store that is being made or removed; see `directory`, [Note: data without a
+manifest].
+"""
 LIMIT_BYTES = 16 * MIB
 """A longer manifest is not read.
 
