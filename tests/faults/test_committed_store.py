@@ -647,16 +647,33 @@ def test_files_that_lead_out_of_the_directory_are_not_touched(tmp_path: Path, io
         assert outside.read_bytes() == before
 
 
-def test_a_new_manifest_that_is_a_link_is_not_followed(tmp_path: Path, io: DiskIO) -> None:
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [(os.symlink, "symbolic link"), (os.link, "hard link"), (lambda _, path: os.mkfifo(path), "a pipe or a socket")],
+    ids=["link", "hard link", "pipe"],
+)
+def test_a_new_manifest_that_leads_elsewhere_is_not_followed(
+    tmp_path: Path, io: DiskIO, put: Callable[[Path, Path], None], words: str
+) -> None:
     directory = committed(tmp_path / "s", io)
     (tmp_path / "mine").write_text("kept")
     with TWO_BLOCKS.open(directory, io) as store:
-        (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
-        with pytest.raises(StoreError, match="symbolic link"):
+        put(tmp_path / "mine", directory / "manifest.json.new")
+        with pytest.raises(StoreError, match=words):
             TWO_BLOCKS.step(store, 4)
         (directory / "manifest.json.new").unlink()
         assert TWO_BLOCKS.commit(store, 4)
-    (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
-    with pytest.raises(StoreError, match="symbolic link"):
+    put(tmp_path / "mine", directory / "manifest.json.new")
+    with pytest.raises(StoreError, match=words):
+        TWO_BLOCKS.open(directory, io)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_lock_file_that_is_a_hard_link_is_not_written_to(tmp_path: Path, io: DiskIO) -> None:
+    directory = committed(tmp_path / "s", io)
+    (tmp_path / "mine").write_text("kept")
+    (directory / "lock").unlink()
+    os.link(tmp_path / "mine", directory / "lock")
+    with pytest.raises(StoreError, match="not a plain file of one name: remove it"):
         TWO_BLOCKS.open(directory, io)
     assert (tmp_path / "mine").read_text() == "kept"

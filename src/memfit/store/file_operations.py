@@ -345,7 +345,11 @@ def write_small_file(path: Path, content: bytes, *, operations: FileOperations, 
 
     Raises plain `OSError`.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    if path.is_file() and path.lstat().st_nlink > 1:
+        # Truncating would change the file under its other name.
+        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+    # Without waiting: a pipe in its place would hang the writer.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = operations.open(path, flags)
     try:
         write_all(operations, descriptor, content)

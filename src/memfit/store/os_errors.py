@@ -24,6 +24,8 @@ _ADVICE = {
     errno.EEXIST: "something of that name exists already: choose another path or remove it",
     errno.ENOENT: "it does not exist: check the path",
     errno.ELOOP: "it is a symbolic link, which the store does not follow: give the real path",
+    errno.EMLINK: "it has another name too (a hard link), or its next version (.new) has, which would change with it: remove that name",
+    errno.ENXIO: "a pipe or a socket stands in its place, or in that of its next version (.new): remove it",
     errno.EISDIR: "it is a directory where a file should be: choose another path",
     errno.EMFILE: "this process has too many open files: raise `ulimit -n`",
     errno.ENFILE: "the machine has too many open files",
