@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from memfit.job.exporting import verify_run
 from memfit.store import FileOperations
 
 TOWER = Tower(width=128)  # hidden values of 64 KiB, from which on saved tensors leave the device
@@ -621,3 +623,32 @@ def test_a_directory_that_another_process_trains_in_is_refused_with_its_number(t
         child.stdin.write("\n")
     assert child.returncode == 0
     assert issubclass(StoreInUseError, MemfitError)
+
+
+def test_homes_of_a_process_that_was_killed_are_swept_by_the_same_program_and_a_run_is_not(tmp_path: Path) -> None:
+    roots = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(memfit.__file__).parents[1])]
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        child.kill()
+    assert (tmp_path / "homes" / "homes-0.bin").stat().st_size
+    (tmp_path / "homes" / "notes.txt").write_text("mine")
+    model, optimizer, job = start(in_place(profile()), tmp_path)
+    job.step(batch(0))
+    job.close()
+    assert_as_plain(model, optimizer, 1)
+    assert [path.name for path in (tmp_path / "homes").iterdir()] == ["notes.txt"]
+    with memfit.fit(model, optimizer, loss, batch(0), store=tmp_path / "run"):
+        pass
+    with pytest.raises(StoreError, match="holds a store already"):
+        memfit.fit(model, optimizer, loss, batch(0), plan=in_place(profile()), directory=tmp_path / "run")
+    assert verify_run(tmp_path / "run").is_whole
+    shutil.rmtree(tmp_path / "homes")
+    shutil.rmtree(tmp_path / "run")

@@ -176,7 +176,7 @@ def fit(
 
         -- where homes are --
         directory: where homes on disk are made; by default a temporary directory that is deleted at
-            the end.
+            the end. What a killed process left there is removed.
         tiers: further places where bytes may rest, by the name that plans have for them: memory of
             another machine, say. See `memfit.homes.factories.FurtherTier`.
         keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`);

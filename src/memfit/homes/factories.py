@@ -32,7 +32,7 @@ from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.regions import RegionStore, WorkingStore
 from memfit.homes.staging import Staging
 from memfit.store import DiskIO, RegionSpec, ScratchFile
-from memfit.store.temporary import TemporaryDirectory
+from memfit.store.temporary import TemporaryDirectory, sweep
 
 _BLANK_BYTES = 4 * MIB
 BytesByTag = dict[str, int]
@@ -271,6 +271,8 @@ class FileFactory(HomeFactory):
             for r in requests
             if self._kept is None or not self._kept.has(r.region)
         }
+        if self._kept is not None:
+            sweep(self._kept.directory)
         if not regions and not offloads:
             return
         if self._directory is None:

@@ -14,6 +14,10 @@ from typing import Protocol
 from memfit.homes.disk import DiskHome
 from memfit.homes.staging import Staging
 from memfit.store import DiskIO, DiskStore, RegionSpec
+from memfit.store.directory import is_there
+from memfit.store.manifest import MANIFEST_NAME
+
+_IDENTITY = {"made-by": "memfit"}
 
 
 def weight_region(block: str) -> str:
@@ -89,8 +93,8 @@ class RegionStore(Protocol):
 
 
 class WorkingStore:
-    """Store of one job, deleted by `close`. Its commits make versions current without a sync, so
-    nothing in it survives a power cut.
+    """Store of one job, deleted by `close`, or after a kill by the next one there. Its commits make
+    versions current without a sync, so nothing in it survives a power cut.
 
     Args:
         directory: is made.
@@ -101,7 +105,8 @@ class WorkingStore:
     def __init__(self, directory: Path, regions: Mapping[str, RegionSpec], io: DiskIO) -> None:
         self.directory = directory
         self.io = io
-        self.disk = DiskStore.create(directory, regions, identity={"made-by": "memfit"}, durable=False, io=io)
+        _remove_left(directory, io)
+        self.disk = DiskStore.create(directory, regions, identity=_IDENTITY, durable=False, io=io)
         self._generation = 0
 
     @property
@@ -133,3 +138,11 @@ class WorkingStore:
     def close(self) -> None:
         """Deletes the files. May be repeated. Raises `StoreError` if they could not be removed."""
         self.disk.close(delete=True)
+
+
+def _remove_left(directory: Path, io: DiskIO) -> None:
+    """Removes the working store of a killed process: no process holds it, and no run owns it."""
+    if is_there(directory / MANIFEST_NAME):
+        with DiskStore.open(directory, durable=False, io=io) as store:
+            if store.identity == _IDENTITY:
+                store.close(delete=True)

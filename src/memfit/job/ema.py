@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from memfit.core.layout import PIECE_ELEMENTS
 from memfit.files.positioned import read_at, write_at
 from memfit.homes.update_watchers import UpdatedPiece
 from memfit.job.job import Job
+from memfit.store.temporary import TemporaryDirectory
 
 _NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -78,7 +78,7 @@ class MemfitEma:
         self._job = job
         self._decay = decay
         # Kept: its finalizer removes the directory.
-        self._directory = tempfile.TemporaryDirectory(prefix="memfit-ema-") if path is None else None
+        self._directory = TemporaryDirectory() if path is None else None
         self.path = Path(path).expanduser() if self._directory is None and path is not None else self._temporary()
         self._places: dict[str, _AveragePlace] = {}
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -100,7 +100,7 @@ class MemfitEma:
 
     def _temporary(self) -> Path:
         assert self._directory is not None
-        return Path(self._directory.name) / "ema.safetensors"
+        return self._directory.path / "ema.safetensors"
 
     def close(self) -> None:
         """Ends the average; the file stays as it is, unless it was a temporary one. May be
@@ -112,7 +112,7 @@ class MemfitEma:
             file, self._file = self._file, -1
             os.close(file)
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.remove()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
