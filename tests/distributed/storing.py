@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import memfit
-from distributed.training import OPTIMIZERS, batch_of, build, differing_from, loss, plan_for
+from distributed.training import OPTIMIZERS, batch_of, build, differing_from, loss, plan_for, same
 from memfit.store import FileOperations
 
 ROWS = 12
@@ -24,14 +25,14 @@ def rows_of(rank: int, size: int, step: int) -> torch.Tensor:
     return batch_of("tower", step, 0, ROWS).tensor_split(size)[rank]
 
 
-def expected(sizes: Sequence[int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Plain PyTorch in one process, whose steps were made by so many ranks each."""
+def expected(sizes: Sequence[int], first: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Plain PyTorch in one process, whose steps were made by so many ranks each, with data from a step of the stream on."""
     model = build("tower")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     for step, size in enumerate(sizes):
         optimizer.zero_grad()
         for rank in range(size):
-            part = rows_of(rank, size, step)
+            part = rows_of(rank, size, first + step)
             (loss(model, part) * torch.tensor(len(part) / ROWS)).backward()
         optimizer.step()
     return model, optimizer
@@ -179,3 +180,40 @@ def ended(rank: int, size: int, directory: str, stage: int, tier: str) -> dict[s
     for name, p in model.named_parameters():
         found |= {f"optim.state.{name}.{key}": torch.as_tensor(v).clone() for key, v in optimizer.state[p].items()}
     return found
+
+
+def begin_at(rank: int, size: int, directory: str, steps: int, stage: int, tier: str, first: int) -> None:
+    """Begins a run, whose data are those of a stream from a step on."""
+    _, _, job = begin(rank, size, directory, stage, tier)
+    for step in range(job.steps, steps):
+        job.step(rows_of(rank, size, first + step))
+    job.close()
+
+
+def begin_with_the_same_draws(rank: int, size: int, *args: Any) -> None:
+    """Begins a run whose name, and the number of each commit, are those of every other one that begins like this."""
+    with patch("secrets.token_hex", lambda nbytes: "5" * 2 * nbytes), patch("secrets.randbits", lambda bits: 5):
+        begin_at(rank, size, *args)
+
+
+def go_on_as_one_of(
+    rank: int, size: int, directory: str, stage: int, tier: str, firsts: Sequence[int], before: Sequence[int]
+) -> tuple[int, bool]:
+    """Goes on with a run for a step; returns how many it had, and whether it is bit for bit one of some runs.
+
+    Args:
+        firsts: of each run that may lie there, where its data begin in the stream.
+        before: ranks that made each step.
+    """
+    model, optimizer, job = begin(rank, size, directory, stage, tier)
+    done = job.steps
+    with job.weights():
+        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plains = {first: expected(before[:done], first)[0] for first in firsts}
+    first = next((first for first, plain in plains.items() if not same(now, dict(plain.named_parameters()))), None)
+    if first is not None:
+        job.step(rows_of(rank, size, first + done))
+    job.close()
+    if first is None:
+        return done, False
+    return done, not differing_from(model, optimizer, *expected([*before[:done], size], first))

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from memfit.checkpoints.rank_layout import TensorShare, read_shares
-from memfit.checkpoints.rank_stores import RANKS_IDENTITY, find_rank_stores, merged_numbers
+from memfit.checkpoints.rank_record import RankRecord, find_record
+from memfit.checkpoints.rank_stores import check_one_commit, merged_numbers
 from memfit.checkpoints.region_layout import BUFFERS, in_memory_order
 from memfit.checkpoints.run_state import part
-from memfit.checkpoints.run_store import FORMAT, RANKS_NAME
+from memfit.checkpoints.run_store import FORMAT
 from memfit.core.errors import StoreError
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome, DiskHome
 from memfit.homes.home import TransferGroup, TransferHandle
 from memfit.store import BlockReport, CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace
-from memfit.store.directory import is_there
 from memfit.store.os_errors import store_error
 from memfit.store.publish import common_commit
 from memfit.store.verify import check_store, summed_bytes
@@ -76,8 +76,9 @@ def opened_to_be_read(directory: Path) -> Iterator[CommittedRun]:
         StoreError: there is no run, or it is damaged.
     """
     with ExitStack() as stack:
-        if is_there(directory / RANKS_NAME):
-            yield _of_ranks(directory, stack)
+        record = find_record(directory)
+        if record is not None and record.number:
+            yield _of_ranks(directory, record, stack)
             return
         store = stack.enter_context(
             CommittedStore.open(directory, identity={"memfit run": FORMAT}, reads_only=True),
@@ -92,18 +93,13 @@ def opened_to_be_read(directory: Path) -> Iterator[CommittedRun]:
         yield CommittedRun(identity=store.disk.identity, state=store.read_state(), tensors=tensors, disk=store.disk)
 
 
-def _of_ranks(directory: Path, stack: ExitStack) -> CommittedRun:
-    stores = [
-        stack.enter_context(CommittedStore.open(path, identity=RANKS_IDENTITY, reads_only=True))
-        for path in find_rank_stores(directory)
-    ]
+def _of_ranks(directory: Path, record: RankRecord, stack: ExitStack) -> CommittedRun:
+    stores: list[CommittedStore] = []
+    for rank, path in enumerate(record.paths(directory)):
+        stores.append(stack.enter_context(CommittedStore.open(path, reads_only=True)))
+        record.check(stores[-1].disk.identity, rank, path)
     states = [store.read_state() for store in stores]
-    steps = [part(state, "step", int) for state in states]
-    if len(set(steps)) > 1:
-        raise store_error(
-            f"the ranks of the run in {directory} are at steps {sorted(set(steps))}: let the program go on with the run once, which finishes a commit "
-            "that was interrupted; if it cannot, restore all stores from one copy"
-        )
+    check_one_commit(states, directory)
     optimizer = {**part(states[0], "optimizer", dict), "numbers": merged_numbers(states)}
     tensors = [*_joined(stores, states, directory), *_buffers(stores[0])]
     return CommittedRun(
@@ -239,20 +235,27 @@ class _JoinedHome(ByteHome):
         raise StoreError("a committed run that was opened to be read is not written")
 
 
-def verify_rank_stores(directory: Path, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
+def verify_rank_stores(
+    directory: Path, record: RankRecord, *, on_progress: Callable[[int, int], None] | None = None
+) -> StoreReport:
     """Reads all that a run on several ranks has committed and compares it with its checksums; see
     `store.verify`. Regions have the number of their rank before their name.
+
+    Args:
+        directory: of the run.
+        record: names its set.
+        on_progress: see `store.verify`.
 
     Raises:
         StoreInUseError: a live job has it.
         StoreError: a store is missing, or what holds it together is damaged, or they are of
             different commits.
     """
-    paths = find_rank_stores(directory)
+    paths = record.paths(directory)
     with ExitStack() as stack:
-        stores = [stack.enter_context(DiskStore.open(path, identity=RANKS_IDENTITY, reads_only=True)) for path in paths]
+        stores = [stack.enter_context(DiskStore.open(path, reads_only=True)) for path in paths]
         # One that was interrupted is no damage where the next to open the run finishes it.
-        common_commit(paths, operations=FileOperations())
+        common_commit(paths, record.check, operations=FileOperations())
         sizes = [summed_bytes(store) for store in stores]
         blocks: list[BlockReport] = []
         problems: list[str] = []

@@ -4,44 +4,54 @@ In: a directory that all ranks reach. Out: after any crash, the last step that e
 the same number of ranks or another.
 
 [Note: stores of ranks]
-    RUN/ranks.json             {"format": "memfit-ranks", "version": 1, "ranks": 2, "set": 3}
+    RUN/ranks.json             names the run and its set, see `rank_record`, [Note: whose stores]
     RUN/set-3/rank-0/          a store (`store`), of what rank 0 has at home
     RUN/set-3/rank-1/
 
-A step is committed when every rank has it (`store.publish`, [Note: commit of several stores]). What
+A step is committed when every rank has it (`store.publish`, [Note: commit of several stores]). All
+ranks note the same drawn number in it, by which stores of two copies of a run are told apart. What
 a rank has depends on the plan and on the number of ranks. Where either has changed, the job reads
 the elements that it needs out of the old set, whoever had them, and writes a new set; the first
 commit of all ranks and then one renaming of `ranks.json` make that the run, and the old one goes.
-Sets that `ranks.json` does not name are what a crash left. Random numbers, registered objects and
-buffers are a rank's own: of n ranks' states, rank r goes on with number r modulo n.
+Look first, then remove: the named set was opened by all ranks before another one goes. Random
+numbers, registered objects and buffers are a rank's own: of n ranks' states, rank r goes on with
+number r modulo n.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.checkpoints.rank_layout import Shares, TensorShare, read_shares, write_shares
+from memfit.checkpoints.rank_record import (
+    RANKS_IDENTITY,
+    RANKS_NAME,
+    RankRecord,
+    find_record,
+    next_number,
+    parse_record,
+    rank_store_path,
+    remove_set,
+    sweep_sets,
+)
 from memfit.checkpoints.run_state import part
-from memfit.checkpoints.run_store import COPY_BYTES, RANKS_NAME, Commits, ResumedCommit, RunStore
-from memfit.core.documents import parse_json
-from memfit.core.errors import MemfitError, StoreError, UsageError
+from memfit.checkpoints.run_store import COPY_BYTES, Commits, ResumedCommit, RunStore
+from memfit.core.errors import MemfitError, StoreError, StoreInUseError, UsageError
 from memfit.core.layout import Scheme
 from memfit.distributed.agreement import agree, optional_texts
 from memfit.distributed.rank_group import RankGroup
 from memfit.homes import ByteHome
-from memfit.store import CommittedStore, DiskStore, Durability, FileOperations, RegionSpec
+from memfit.store import CommittedStore, Durability, FileOperations, RegionSpec
 from memfit.store.committed import State, check_durability
 from memfit.store.directory import is_there
 from memfit.store.disk_store import check_same
-from memfit.store.file_operations import sync_directory, write_small_file
 from memfit.store.lock import DirectoryLock
 from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.memory_ranges import memory_of_storage
@@ -49,11 +59,10 @@ from memfit.store.os_errors import explain, store_error
 from memfit.store.publish import finish_commits
 from memfit.tensors.trees import new_storage
 
-RANKS_IDENTITY = {"memfit run of ranks": "1"}
 _STATE_BYTES = 256 << 10
-_FORMAT = "memfit-ranks"
-_MOST_RANKS = 1 << 16
 _CALL = "a commit"
+_DRAWN_BITS = 52
+"""Bits of a drawn number that travels as a float."""
 
 
 class RankRunStore(RunStore):
@@ -93,25 +102,33 @@ class RankRunStore(RunStore):
         self._lock: DirectoryLock | None = None
         self._resumed = RankResumed(self, ranks)
         self.resumed, self.commits = self._resumed, RankCommits(self, ranks)
-        self.set_number = 0
+        # What each rank's store is compared with, and what the new set will be compared with.
+        self.record = self._next = RankRecord(number=0, ranks=ranks.size, run="")
         self.step_before: int | None = None
         self.shares: Shares = {}
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         try:
-            record = self._begin(must_exist=must_exist) if ranks.rank == 0 else None
-            text = next((text for text in optional_texts(ranks, record) if text is not None), "")
-            if text:
-                self.set_number, count = read_record(text, self.directory / RANKS_NAME)
-                self.state = self._resumed.open([self.path(self.set_number, rank) for rank in range(count)])
+            self.record = self._first_rank_says(lambda: self._begin(must_exist=must_exist))
+            if self.record.number:
+                self.state = self._resumed.open(self.record)
+                agree(ranks, "the run's stores")
+                if ranks.rank == 0:
+                    sweep_sets(self.directory, self.record)
         except BaseException:
             self.close()
             raise
-        self.is_resumed = bool(text)
+        self.is_resumed = bool(self.record.number)
 
     # --- opening
 
-    def _begin(self, *, must_exist: bool) -> str:
-        """Takes the directory on rank 0. Returns what says which set is the run; empty if none."""
+    def _first_rank_says(self, find: Callable[[], RankRecord]) -> RankRecord:
+        """Returns the record that rank 0 finds, on all ranks."""
+        text = optional_texts(self._ranks, find().text() if self._ranks.rank == 0 else None)[0]
+        assert text is not None, "rank 0 tells its own"
+        return parse_record(text)
+
+    def _begin(self, *, must_exist: bool) -> RankRecord:
+        """Takes the directory on rank 0. Returns the run's record, which may name no set yet."""
         path, operations = self.directory, self._operations
         if is_there(path / MANIFEST_NAME):
             raise store_error(
@@ -121,28 +138,21 @@ class RankRunStore(RunStore):
             raise store_error(
                 f"the directory {str(path)!r} cannot be made: its parent {str(path.parent)!r} does not exist; make it, or name another"
             )
-        if must_exist and not is_there(path / RANKS_NAME):
-            raise store_error(f"there is no run of several ranks at {path}: it has no {RANKS_NAME}; check the path")
+        record = find_record(path)
+        if must_exist and (record is None or not record.number):
+            raise store_error(f"there is no run of several ranks at {path}: {RANKS_NAME} names none; check the path")
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
             raise explain(error, doing="make the directory of the run", path=path) from error
         self._lock = DirectoryLock(path, operations=operations)
-        try:
-            text = (path / RANKS_NAME).read_text(encoding="utf-8") if is_there(path / RANKS_NAME) else ""
-            number, count = read_record(text, path / RANKS_NAME) if text else (0, 0)
-            for old in path.glob("set-*"):
-                if old.name != f"set-{number}":
-                    shutil.rmtree(old)  # a crash left it: it was never the run
-        except OSError as error:
-            raise explain(error, doing="open the run of several ranks", path=path) from error
-        if text:
-            finish_commits([self.path(number, rank) for rank in range(count)], operations=operations)
-        return text
-
-    def path(self, number: int, rank: int) -> Path:
-        """Returns the directory of a rank's store in a set."""
-        return rank_store_path(self.directory, number, rank)
+        # Nobody else changes it from here on.
+        record = find_record(path) or RankRecord(number=0, ranks=self._ranks.size, run=secrets.token_hex(16))
+        if record.number:
+            finish_commits(record.paths(path), record.check, operations=operations)
+        else:
+            sweep_sets(path, record)
+        return record
 
     def take_shares(self, shares: Shares, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Takes what this rank's regions hold, before `prepare`.
@@ -161,29 +171,57 @@ class RankRunStore(RunStore):
         """
         assert not units, "ranks keep no journal"
         self._regions = dict(regions)
-        ranks, whose = self._ranks, RANKS_IDENTITY | dict(identity)
+        ranks, whose = self._ranks, {**RANKS_IDENTITY, **identity}
         is_same = self._resumed.has_same(regions, whose)
         if all(same for (same, *_) in agree(ranks, "the stores of the run", values=[float(is_same)])):
             self._resumed.close()
             # All have closed them: a store that somebody reads cannot be opened to be written.
             agree(ranks, "the run's own stores")
             self._committed = CommittedStore.open(
-                self.path(self.set_number, ranks.rank), durability=self.durability, verify=False, io=self.io
+                rank_store_path(self.directory, self.record.number, ranks.rank),
+                durability=self.durability,
+                verify=False,
+                io=self.io,
             )
             return
-        self.set_number += 1
         self._resumed.index()
-        if ranks.rank == 0:
-            (self.directory / f"set-{self.set_number}").mkdir()
-        agree(ranks, "a new set of stores")
+        self._next = self._first_rank_says(self._make_set)
+        mine = {key: value for key, value in self._next.identity(ranks.rank).items() if value is not None}
         self._committed = CommittedStore.create(
-            self.path(self.set_number, ranks.rank),
+            rank_store_path(self.directory, self._next.number, ranks.rank),
             regions,
-            identity=whose,
+            identity={**identity, **mine},
             durability=self.durability,
             state_bytes=_STATE_BYTES,
             io=self.io,
         )
+
+    def _make_set(self) -> RankRecord:
+        """Makes the folder of a new set on rank 0. Returns the record that will name it."""
+        if not self.record.number:
+            # Before there is a set: one that is committed and has no record is one that lost it.
+            self.record.write(self.directory)
+        number, run = next_number(self.directory), self.record.run or secrets.token_hex(16)
+        path = self.directory / f"set-{number}"
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise explain(error, doing="make the folder of a new set of stores", path=path) from error
+        return RankRecord(number=number, ranks=self._ranks.size, run=run)
+
+    def name_next(self) -> None:
+        """Makes the new set the run, and removes the one before; collective."""
+        ranks, before = self._ranks, self.record
+        self.record = self._next
+        # All are committed: from here on the name alone decides.
+        agree(ranks, "the first commit of the run's stores")
+        self._resumed.close()
+        if ranks.rank == 0:
+            self.record.write(self.directory)
+        agree(ranks, "the run's name")
+        if ranks.rank == 0 and before.number:
+            with suppress(StoreInUseError):  # somebody reads it: the next opening removes it
+                remove_set(self.directory / f"set-{before.number}")
 
     def go_back(self) -> None:
         """See `RunStore.go_back`: all ranks, whose next plan may cut the homes elsewhere."""
@@ -192,8 +230,7 @@ class RankRunStore(RunStore):
         self._committed = None
         # A store that is open to be written can be read by nobody else.
         agree(self._ranks, "the run's last commit")
-        stores = [self.path(self.set_number, rank) for rank in range(self._ranks.size)]
-        self.state = self._resumed.open(stores)
+        self.state = self._resumed.open(self.record)
         self.is_resumed = True
 
     @property
@@ -228,17 +265,17 @@ class RankResumed(ResumedCommit):
         self._states: list[dict[str, Any]] = []  # of the stores; they stay when these are closed
         self._found: Mapping[tuple[str, str], Sequence[tuple[int, TensorShare]]] = {}
 
-    def open(self, directories: Sequence[Path]) -> dict[str, Any]:
-        """Opens the stores, to be read. Returns the small state that this rank goes on with.
+    def open(self, record: RankRecord) -> dict[str, Any]:
+        """Opens the stores of a set, to be read. Returns the small state that this rank goes on
+        with.
 
         Raises:
-            StoreError: one is missing, damaged, or of another step.
+            StoreError: one is missing, damaged, another's, or of another commit.
         """
         self._states.clear()
-        for rank, directory in enumerate(directories):
+        for rank, directory in enumerate(record.paths(self.run.directory)):
             store = CommittedStore.open(
                 directory,
-                identity=RANKS_IDENTITY,
                 durability=self.run.durability,
                 # Each store is read through once, by one of the ranks.
                 verify=rank % self._ranks.size == self._ranks.rank,
@@ -246,12 +283,9 @@ class RankResumed(ResumedCommit):
                 io=self.run.io,
             )
             self._stores.append(store)
+            record.check(store.disk.identity, rank, directory)
             self._states.append(store.read_state())
-        steps = {part(state, "step", int) for state in self._states}
-        if len(steps) > 1:
-            raise store_error(
-                f"the ranks of the run in {self.run.directory} are at different steps, {sorted(steps)}: restore all of them from one copy"
-            )
+        check_one_commit(self._states, self.run.directory)
         return self._states[self._like]
 
     @property
@@ -268,7 +302,9 @@ class RankResumed(ResumedCommit):
         if not self._stores:
             return False
         check_same(self._stores[0].disk.identity, whose, self.run.directory)
-        return len(self._stores) == self._ranks.size and self._stores[self._ranks.rank].disk.regions == regions
+        if len(self._stores) != self._ranks.size or not self._own.record.run:
+            return False
+        return self._stores[self._ranks.rank].disk.regions == regions
 
     def index(self) -> None:
         """Notes which elements lie where, before homes are filled."""
@@ -341,6 +377,7 @@ class RankCommits(Commits):
         self._own = run
         self._ranks = ranks
         self._has_voted = False
+        self._drawn = 0
 
     @property
     def last_step(self) -> int | None:
@@ -348,8 +385,10 @@ class RankCommits(Commits):
         return self._own.step_before if self._own.is_new else self.run.committed.committed_step
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001, a vote
-        """See `Commits.any`."""
-        return any(said for (said, *_) in agree(self._ranks, _CALL, values=[float(flag)]))
+        """See `Commits.any`. Rank 0 draws the number of the commit that may come."""
+        found = agree(self._ranks, _CALL, values=[float(flag), float(secrets.randbits(_DRAWN_BITS))])
+        self._drawn = int(found[0][1])
+        return any(said for said, *_ in found)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -378,64 +417,24 @@ class RankCommits(Commits):
 
     def note_first(self) -> None:
         """See `Commits.note_first`: the new set becomes the run, and the old one goes."""
-        ranks, directory, number = self._ranks, self.run.directory, self._own.set_number
-        # All are committed: from here on the name alone decides.
-        agree(ranks, "the first commit of the run's stores")
-        self._own.resumed.close()
-        if ranks.rank == 0:
-            _write_record(directory, number, ranks.size)
-        agree(ranks, "the run's name")
-        if ranks.rank == 0:
-            shutil.rmtree(directory / f"set-{number - 1}", ignore_errors=True)
+        self._own.name_next()
 
     def state(self) -> dict[str, Any]:
         """See `Commits.state`."""
         shapes = {name: list(shape) for name, shape in self._own.shapes.items()}
-        return {"shares": write_shares(self._own.shares), "shapes": shapes}
+        # A new set begins with the commit that it was made from.
+        drawn = self._drawn or self.run.state.get("commit", 0)
+        return {"shares": write_shares(self._own.shares), "shapes": shapes, "commit": drawn}
 
 
-def rank_store_path(directory: Path, number: int, rank: int) -> Path:
-    """Returns the directory of a rank's store in a set of a run."""
-    return directory / f"set-{number}" / f"rank-{rank}"
-
-
-def find_rank_stores(directory: Path) -> list[Path]:
-    """Returns the directories of the stores that are the run on several ranks.
-
-    Raises:
-        StoreError: the record of the run cannot be read, or is damaged.
-    """
-    path = directory / RANKS_NAME
-    try:
-        number, count = read_record(path.read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise explain(error, doing="open the run of several ranks", path=directory) from error
-    return [rank_store_path(directory, number, rank) for rank in range(count)]
-
-
-def remove_rank_stores(directory: Path) -> None:
-    """Removes the stores of a run on several ranks, and what names them.
-
-    Raises:
-        StoreInUseError: a live job has it.
-        StoreError: it is no such run, or cannot be removed.
-    """
-    operations = FileOperations()
-    with ExitStack() as stack:
-        lock = DirectoryLock(directory, operations=operations)
-        stack.callback(lock.release, remove=True)
-        for path in find_rank_stores(directory):
-            stack.enter_context(DiskStore.open(path, identity=RANKS_IDENTITY, durable=False))
-        try:
-            # First of all: without it the sets are what a crash left.
-            operations.unlink(directory / RANKS_NAME)
-        except OSError as error:
-            raise explain(error, doing="remove the run's name", path=directory) from error
-        for old in directory.glob("set-*"):
-            try:
-                shutil.rmtree(old)
-            except OSError as error:
-                raise explain(error, doing="remove the stores of ranks", path=old) from error
+def check_one_commit(states: Sequence[Mapping[str, Any]], directory: Path) -> None:
+    """Refuses stores of ranks that are not of one commit. Raises `StoreError`."""
+    found = {(part(state, "step", int), state.get("commit")) for state in states}
+    if len(found) > 1:
+        raise store_error(
+            f"the ranks of the run in {directory} are at different commits, of steps {sorted({step for step, _ in found})}: where a commit was interrupted, "
+            "let the program go on with the run once, which finishes it; else restore all stores from one copy"
+        )
 
 
 def merged_numbers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -451,34 +450,3 @@ def merged_numbers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
         found = {**own, **found}
     return found
-
-
-def _write_record(directory: Path, number: int, ranks: int) -> None:
-    """Names the set that is the run from now on, durably."""
-    operations, fresh = FileOperations(), directory / f"{RANKS_NAME}.new"
-    content = json.dumps({"format": _FORMAT, "version": 1, "ranks": ranks, "set": number}).encode()
-    try:
-        write_small_file(fresh, content, operations=operations, durable=True)
-        operations.rename(fresh, directory / RANKS_NAME)
-        sync_directory(directory, operations=operations)
-    except OSError as error:
-        raise explain(error, doing="name the run's stores", path=fresh) from error
-
-
-def read_record(text: str, path: Path) -> tuple[int, int]:
-    """Returns the number of the set that is the run, and the number of its ranks.
-
-    Raises:
-        StoreError: the record is damaged.
-    """
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise store_error(f"{path} is damaged: it is not JSON ({str(error)[:200]})") from error
-    record: dict[str, Any] = found if isinstance(found, dict) else {}
-    number, count = record.get("set"), record.get("ranks")
-    if record.get("format") != _FORMAT or record.get("version") != 1:
-        raise store_error(f"{path} is not the record of a run on several ranks, or of another version of memfit")
-    if type(number) is not int or type(count) is not int or number < 1 or not 1 <= count <= _MOST_RANKS:
-        raise store_error(f"{path} is damaged: it names set {number!r:.40} of {count!r:.40} ranks")
-    return number, count

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
+from memfit.checkpoints.rank_record import find_record
 from memfit.checkpoints.run_state import part
 from memfit.core.layout import Scheme
 from memfit.homes import ByteHome, DiskHome, Staging
 from memfit.homes.regions import gradient_region
 from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec
 from memfit.store.committed import State, check_durability, check_journaled
-from memfit.store.directory import is_there
+from memfit.store.directory import is_there, refuse_lost
 from memfit.store.journal import Journal
 from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.os_errors import store_error
 from memfit.tensors.trees import new_storage
 
-RANKS_NAME = "ranks.json"
-"""Says which stores a run on several ranks has; see `checkpoints.rank_stores`."""
 COPY_BYTES = 4 << 20
 FORMAT = "1"
 """Format of what a run keeps in a store; `identity["memfit run"]`."""
@@ -75,6 +74,8 @@ class RunStore:
             refuse_ranks(self.directory)
             if must_exist or is_there(self.directory / MANIFEST_NAME):
                 self._open(must_exist=must_exist)
+            else:
+                refuse_lost(self.directory)
             if self._committed is not None:
                 self._take_scheme(scheme)
             elif self.scheme == "journal":
@@ -348,7 +349,8 @@ def refuse_ranks(directory: Path) -> None:
     """Refuses a directory that has a run on several ranks, where this process is alone. Raises
     `StoreError`.
     """
-    if is_there(directory / RANKS_NAME):
+    record = find_record(directory)
+    if record is not None and record.number:
         raise store_error(
             f"the run in {directory} is one on several ranks: start two processes or more with torchrun, any number of which can go on with it; "
             "job.save on them writes files that one process can begin from"

@@ -18,6 +18,7 @@ from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_
 from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
 from memfit.core.precision import ComputeDtype
+from memfit.core.shares import Share
 from memfit.core.tiers import Tier
 from memfit.distributed.agreement import agree
 from memfit.distributed.rank_group import RankGroup
@@ -31,6 +32,7 @@ from memfit.engine.sites import Site
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
 from memfit.homes.pinned_ring import PinnedRing
+from memfit.homes.regions import updated_regions
 from memfit.homes.staged_blocks import StagedBlock, is_whole
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
@@ -42,7 +44,7 @@ from memfit.job.machine import FreedPages
 from memfit.job.preparing import PreparedShapes
 from memfit.job.setting import training_setting
 from memfit.job.setup import Planned, Setup
-from memfit.job.together import WeightSums, fail_together
+from memfit.job.together import WeightSums, checksum_at_home, fail_together
 from memfit.optimizers import OwnerCallbacks
 from memfit.scheduling.sizes import cut_of
 from memfit.tensors.noise import RoundingNoise
@@ -121,6 +123,8 @@ class Assembly(Contents):
                 agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names))
         else:
             resumed.restore_homes(setup.sources.forget)
+            if setup.ranks is not None:
+                agree(setup.ranks, "memfit.fit with these weights", digest="\n".join(self._whole_sums()))
         callbacks = OwnerCallbacks(
             gather_state=self.gather_state, scatter_state=self.scatter_state, zero_grad=self._zero_grad
         )
@@ -154,6 +158,19 @@ class Assembly(Contents):
         if host_limit is not None and held + here > host_limit:
             return None
         return StagedBlock(block, machine.host_ledger)
+
+    def _whole_sums(self) -> Iterator[str]:
+        """Yields a checksum of each tensor of the run that every rank has whole at home."""
+        assert self.setup.run is not None, "weights and states of a run are at home"
+        for block in self.blocks:
+            plan = self.plan.block(block.name)
+            for name, share in zip(
+                updated_regions(block.name), (plan.weights_over, *[plan.states_over] * 2), strict=True
+            ):
+                if share is Share.WHOLE and name in self.house.placed:
+                    home = self.house.placed[name][1].own
+                    for place in self.setup.run.regions[name].tensors:
+                        yield f"{name} {place.name!r} of the run: checksum {checksum_at_home(home, place.offset, place.nbytes):08x}"
 
     def _rests_on_device(self, block: BlockWeights) -> bool:
         return self.plan.block(block.name).state_home.traits.is_device

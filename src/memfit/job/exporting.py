@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from memfit.checkpoints.committed_run import CommittedRun, opened_to_be_read, verify_rank_stores
-from memfit.checkpoints.rank_stores import remove_rank_stores
+from memfit.checkpoints.rank_record import find_record, remove_rank_stores
 from memfit.checkpoints.region_layout import BUFFERS
 from memfit.checkpoints.run_state import check_numbers, numbers_in_record, part
-from memfit.checkpoints.run_store import FORMAT, RANKS_NAME
+from memfit.checkpoints.run_store import FORMAT
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.state_formats import StateFormat, moment_of, records_of
@@ -54,8 +54,10 @@ def verify_run(directory: str | Path, *, on_progress: Callable[[int, int], None]
     its checksums; see `store.verify`.
     """
     where = Path(directory).expanduser()
-    check = verify_rank_stores if is_there(where / RANKS_NAME) else verify
-    return check(where, on_progress=on_progress)
+    record = find_record(where)
+    if record is None or not record.number:
+        return verify(where, on_progress=on_progress)
+    return verify_rank_stores(where, record, on_progress=on_progress)
 
 
 def remove_run(directory: str | Path) -> bool:
@@ -69,11 +71,12 @@ def remove_run(directory: str | Path) -> bool:
         StoreInUseError: a live job owns it. StoreError: it is no run, or cannot be removed.
     """
     where = Path(directory).expanduser()
-    if is_there(where / RANKS_NAME):
-        remove_rank_stores(where)
-    elif is_there(where / MANIFEST_NAME):
+    record = find_record(where)
+    if record is not None:
+        remove_rank_stores(where, record)
+    if is_there(where / MANIFEST_NAME):
         DiskStore.open(where, identity={"memfit run": FORMAT}, durable=False).close(delete=True)
-    else:
+    elif record is None:
         return False
     if where.is_dir() and not any(where.iterdir()):
         where.rmdir()

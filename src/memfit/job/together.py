@@ -25,7 +25,9 @@ from memfit.core.errors import LimitBreachError, PeerError
 from memfit.distributed.agreement import DisagreementError, agree, optional_texts
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import gather_small
+from memfit.homes import ByteHome
 from memfit.homes.weights import BlockWeights
+from memfit.tensors.trees import bytes_view, new_storage
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
@@ -131,6 +133,16 @@ def checksum(values: torch.Tensor) -> int:
     for piece in flat.split(_PIECE_BYTES) if flat.numel() else ():
         # Of a copy: NumPy's view of a storage makes it one that cannot be resized, as visits do it.
         found = zlib.crc32(piece.clone().numpy().data, found)
+    return found
+
+
+def checksum_at_home(home: ByteHome, offset: int, nbytes: int) -> int:
+    """Returns the checksum of bytes at home, read a piece at a time."""
+    staged, found = new_storage(min(_PIECE_BYTES, nbytes)), 0
+    for start in range(0, nbytes, _PIECE_BYTES):
+        count = min(_PIECE_BYTES, nbytes - start)
+        home.read(offset + start, count, staged).wait()
+        found = zlib.crc32(bytes_view(staged, 0, count).numpy().data, found)
     return found
 
 

@@ -41,7 +41,7 @@ the set next does it for those that are prepared, if all others are, or have don
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -172,21 +172,35 @@ def publish(
             raise _doubt(error, doing=unsure, path=directory, doubt=doubt) from error
 
 
-def common_commit(directories: Sequence[Path], *, operations: FileOperations) -> tuple[list[int], int]:
+CheckIdentity = Callable[[Mapping[str, str], int, Path], None]
+"""Refuses a store whose identity is not that of a rank, by its number."""
+
+
+def common_commit(
+    directories: Sequence[Path], check: CheckIdentity, *, operations: FileOperations
+) -> tuple[list[int], int]:
     """Returns the generation of each rank's manifest, and that of the last commit that all have, or
     are prepared for. Changes nothing.
 
+    Args:
+        directories: of the stores, by rank.
+        check: of their identities.
+        operations: the system calls.
+
     Raises:
-        StoreError: one is missing or damaged, or they are of different commits.
+        StoreError: one is missing, damaged or another's, or they are of different commits.
     """
     found: list[int] = []
     reached: list[int] = []
-    for directory in directories:
-        found.append(read_manifest_file(directory, operations=operations).generation)
-        reached.append(found[-1])
+    for rank, directory in enumerate(directories):
+        names = [MANIFEST_NAME]
         if is_there(directory / PREPARED_MANIFEST_NAME):
-            prepared = read_manifest_file(directory, operations=operations, name=PREPARED_MANIFEST_NAME)
-            reached[-1] = max(found[-1], prepared.generation)
+            names.append(PREPARED_MANIFEST_NAME)
+        manifests = [read_manifest_file(directory, operations=operations, name=name) for name in names]
+        for manifest in manifests:
+            check(manifest.identity, rank, directory)
+        found.append(manifests[0].generation)
+        reached.append(max(manifest.generation for manifest in manifests))
     goal = min(reached)
     for directory, committed in zip(directories, found, strict=True):
         if committed > goal or committed < goal - 1:
@@ -197,18 +211,23 @@ def common_commit(directories: Sequence[Path], *, operations: FileOperations) ->
     return found, goal
 
 
-def finish_commits(directories: Sequence[Path], *, operations: FileOperations) -> None:
+def finish_commits(directories: Sequence[Path], check: CheckIdentity, *, operations: FileOperations) -> None:
     """Brings the stores of ranks to the last commit that all of them have, or are prepared for. See
     [Note: commit of several stores].
 
+    Args:
+        directories: of the stores, by rank.
+        check: of their identities.
+        operations: the system calls.
+
     Raises:
         StoreInUseError: a live job has one of them.
-        StoreError: one is missing or damaged.
+        StoreError: one is missing, damaged or another's.
     """
     with ExitStack() as stack:
         for directory in directories:
             stack.callback(DirectoryLock(directory, operations=operations).release)
-        found, goal = common_commit(directories, operations=operations)
+        found, goal = common_commit(directories, check, operations=operations)
         for directory, committed in zip(directories, found, strict=True):
             fresh = directory / PREPARED_MANIFEST_NAME
             try:
