@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from memfit.cli.output import print_json, print_table
+from memfit.core.documents import PLAN_LIMIT_BYTES, read_document
 from memfit.core.errors import UsageError
 from memfit.core.plan import Plan
 from memfit.core.plan_difference import plan_differences
@@ -32,9 +33,10 @@ def read_plan_file(path: Path) -> Plan:
         UsageError: the file cannot be read. PlanError: it is no plan.
     """
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_document(path, limit_bytes=PLAN_LIMIT_BYTES)
+    except (OSError, ValueError) as error:
         raise UsageError(f"the plan {path} cannot be read: {error}") from error
+    return Plan.from_json(content)
 
 
 # --- one plan -------------------------------------------------------------------------------------

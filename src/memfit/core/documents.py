@@ -30,6 +30,9 @@ ROOM_BYTES = 16 * MIB
 CONFIG_LIMIT_BYTES = 1 * MIB
 """Maximum size of a model's `config.json`.
 """
+PLAN_LIMIT_BYTES = 64 * MIB
+"""Maximum size of a plan's file.
+"""
 DEEPEST = 64
 """Maximum nesting depth of containers, well below the interpreter's recursion limit, so that a
 value that was read can be shown, compared and copied.

@@ -19,7 +19,7 @@ from memfit import devices
 from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, smaller_part, ways_of
 from memfit.batches.parts import ByParts
-from memfit.core.documents import read_document
+from memfit.core.documents import PLAN_LIMIT_BYTES, read_document
 from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
@@ -27,7 +27,6 @@ from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import BlockProfile, Profile
 from memfit.core.state_formats import StateFormat
-from memfit.core.units import MIB
 from memfit.core.update_profile import UpdateProfile
 from memfit.deferred.aside import WeightsAside
 from memfit.engine.inputs import cast_dtype, casting_inputs
@@ -50,7 +49,6 @@ from memfit.profiling.trace import profile_step
 from memfit.tensors.trees import tensors_in
 
 _HOST = torch.device("cpu")
-_PLAN_LIMIT_BYTES = 64 * MIB
 # The user's model is of the user's class, which their function may name.
 Loss = Callable[[Any, Any], Any]
 
@@ -438,7 +436,7 @@ def read_plan(plan: Plan | str | Path) -> Plan:
     if not isinstance(plan, str | Path):
         raise UsageError(f"plan must be a Plan, its JSON text or a path to it, not {type(plan).__name__}")
     try:
-        return Plan.from_json(read_document(Path(plan), limit_bytes=_PLAN_LIMIT_BYTES))
+        return Plan.from_json(read_document(Path(plan), limit_bytes=PLAN_LIMIT_BYTES))
     except (OSError, ValueError) as error:
         raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
 
