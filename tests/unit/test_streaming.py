@@ -13,6 +13,7 @@ from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
 from memfit.homes import MemoryHome
 from memfit.homes.weights import BlockWeights
+from memfit.tensors.one_call import OneCall
 
 
 class Chain(nn.Module):
@@ -43,7 +44,7 @@ class Chain(nn.Module):
 @torch.no_grad()
 def test_the_running_block_and_the_next_one_are_here_and_no_other() -> None:
     chain = Chain(4)
-    with WeightStream(chain.sites, chain.blocks):
+    with WeightStream(chain.sites, chain.blocks, calls=OneCall()):
         x = torch.ones(1, 4)
         first = chain(x, [0, 1, 2, 3])
         assert chain.seen == [{0}, {1}, {2}, {3}]  # nothing is known yet
@@ -56,7 +57,7 @@ def test_the_running_block_and_the_next_one_are_here_and_no_other() -> None:
 @torch.no_grad()
 def test_a_wrong_guess_goes_before_others_come() -> None:
     chain = Chain(4)
-    with WeightStream(chain.sites, chain.blocks):
+    with WeightStream(chain.sites, chain.blocks, calls=OneCall()):
         x = torch.ones(1, 4)
         chain(x, [0, 1, 0])
         chain.seen.clear()
@@ -69,7 +70,7 @@ def test_a_wrong_guess_goes_before_others_come() -> None:
 @torch.no_grad()
 def test_a_call_that_fails_leaves_at_most_a_guess_and_the_next_one_works() -> None:
     chain = Chain(2)
-    with WeightStream(chain.sites, chain.blocks):
+    with WeightStream(chain.sites, chain.blocks, calls=OneCall()):
         with pytest.raises(RuntimeError):
             chain(torch.ones(1, 5), [0])
         assert chain.here() == set()
@@ -87,6 +88,6 @@ def test_an_interrupt_between_two_visits_comes_through_and_ends_all_visits() -> 
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), WeightStream(chain.sites, chain.blocks, observe=observe):
+    with pytest.raises(KeyboardInterrupt), WeightStream(chain.sites, chain.blocks, calls=OneCall(), observe=observe):
         chain(torch.ones(1, 4), [0, 1, 2])
     assert chain.here() == set()

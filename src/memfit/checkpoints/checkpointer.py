@@ -104,8 +104,11 @@ class Checkpointer:
     def note_clip(self, coefficient: float) -> None:
         """Notes what the last step's gradients were multiplied with, for the record."""
 
-    def commit_if_due(self) -> None:
+    def commit_if_due(self, *, is_asked: bool = False) -> None:
         """Commits the step that ended last, if the durability asks for it.
+
+        Args:
+            is_asked: somebody asks for it too.
 
         Raises:
             StoreError: the disk. Unless the message says otherwise the commit before is whole, the
@@ -292,9 +295,10 @@ class RunCheckpointer(Checkpointer):
 
     # --- committing ------------------------------------------------------------------------------
 
-    def commit_if_due(self) -> None:
+    def commit_if_due(self, *, is_asked: bool = False) -> None:
         """See `Checkpointer.commit_if_due`."""
-        if self.run.commits.any(self.run.committed.is_due):
+        committed = self.run.committed
+        if self.run.commits.any(committed.is_due or (is_asked and committed.has_uncommitted)):
             with self._phase("commit"):
                 self._commit()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ from memfit.engine.work import EngineParts, EnginePhase, FrameFactory, Outcome, 
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights, check_untouched
+from memfit.tensors.one_call import OneCall
+
+_MODEL = "a call of the model"
 
 
 class Engine:
@@ -46,6 +49,7 @@ class Engine:
         gradients: their homes.
         updates: the worker.
         parameter_order: names in the model's order (norms are summed in it).
+        calls: guard of the job's public calls, one of which a call outside of any step is.
         device_types: whose autocast state belongs to a coroutine.
         loose: indices of the blocks that code outside of all calls reads.
         observe: called with each action when it is done (a backward: when it begins).
@@ -65,6 +69,7 @@ class Engine:
         gradients: GradientHomes | None,
         updates: UpdateWorker | None,
         parameter_order: Sequence[str],
+        calls: OneCall,
         device_types: tuple[str, ...] = ("cpu",),
         loose: Sequence[int] = (),
         observe: Callable[[Action], None] | None = None,
@@ -90,6 +95,7 @@ class Engine:
             departures=departures,
         )
         self._observe = observe
+        self._one = calls
         self._recorder: Recorder | None = None
         self._arrivals: list[Any] = []
         if gradients is not None and adds_apart:
@@ -264,12 +270,18 @@ class Engine:
             return
         if self.before_call is not None and self._run is None and not self._idle.is_inside:
             self.before_call()
-        self._calls.enter(site, args, kwargs)
+        if self._run is not None:
+            self._one.check_thread(_MODEL)
+            self._calls.enter(site, args, kwargs)
+            return
+        with self._one.enter(_MODEL):
+            self._calls.enter(site, args, kwargs)
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
         if not self._looks_away:
-            self._calls.leave(site, output)
+            with nullcontext() if self._run is not None else self._one.leave(_MODEL):
+                self._calls.leave(site, output)
 
     @contextmanager
     def recomputing(self, blocks: Sequence[int] = ()) -> Iterator[None]:

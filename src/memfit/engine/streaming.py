@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site, SiteHooks
 from memfit.homes.weights import BlockWeights, check_untouched
 from memfit.huggingface.caches import OffloadedCaches
+from memfit.tensors.one_call import OneCall
 from memfit.tensors.random_streams import draw_streams
 
 
@@ -42,6 +44,7 @@ class WeightStream:
     Args:
         sites: the call sites; hooks are on them until `close`.
         blocks: by the sites' block indices, moved in.
+        calls: guard of what the weights are of: a site's call is a call there.
         caches: of keys and values; they are found among the sites' arguments.
         observe: called between two visits (to deliver an interrupt, for example).
 
@@ -54,6 +57,7 @@ class WeightStream:
         sites: Sequence[Site],
         blocks: Sequence[BlockWeights],
         *,
+        calls: OneCall,
         caches: OffloadedCaches | None = None,
         observe: Callable[[], None] | None = None,
     ) -> None:
@@ -65,6 +69,8 @@ class WeightStream:
         self._blocks = tuple(blocks)
         self._observe = observe
         self._open: list[int] = []
+        self._calls = calls
+        self._token = BytesIO()
         self._last: int | None = None
         self._follower: dict[int, int] = {}
         self._visiting: set[int] = set()
@@ -75,7 +81,7 @@ class WeightStream:
         """See `CallObserver`."""
         if self._caches is not None:
             self._caches.look_for(args, kwargs)
-        if self._open:
+        if self._calls.is_mine:
             self._open.append(site)
             return  # inside another call, whose blocks include its own
         running = self._running
@@ -83,6 +89,7 @@ class WeightStream:
             # Before the site's blocks are asked for: which site is next is decided when all
             # requests wait at one.
             running.pause(site)
+        self._token = self._calls.enter(f"a call of {self._sites[site].name or 'the model'!r}")
         self._open.append(site)
         if self._observe is not None:
             self._observe()
@@ -106,14 +113,19 @@ class WeightStream:
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
         del output
-        if not self._open or self._open[-1] != site:
+        if not self._open or self._open[-1] != site or not self._calls.is_mine:
             return
         # Inner calls first: only the outermost one's end gives anything up.
         self._open.pop()
-        if not self._open and not self._more_wait:
-            follower = self._follower.get(site)
-            coming = set[int]() if follower is None else self._travelling(follower)
-            self._release(self._visiting - coming)
+        if self._open:
+            return
+        try:
+            if not self._more_wait:
+                follower = self._follower.get(site)
+                coming = set[int]() if follower is None else self._travelling(follower)
+                self._release(self._visiting - coming)
+        finally:
+            self._token.close()
 
     def together(
         self, requests: Sequence[Callable[[], Any]], *, device_types: tuple[str, ...], modules: ModuleNotes
@@ -169,6 +181,7 @@ class WeightStream:
         # First: what ends below must not be called any more.
         self._hooks.remove()
         self._open.clear()
+        self._token.close()
         if self._caches is not None:
             self._caches.close()
         self._release(set(self._visiting))

@@ -206,6 +206,7 @@ class Assembly(Contents):
             parameter_order=[name for name, _ in self.model.named_parameters()],
             device_types=("cpu", machine.device.type) if devices.is_accelerator(machine.device) else ("cpu",),
             loose=[i for i, block in enumerate(self.planned.prepared.profile.blocks) if block.is_spanning],
+            calls=interrupts.calls,
             observe=interrupts.check,
         )
         self._running.callback(self.engine.close)

@@ -47,6 +47,7 @@ class Contents:
         journal: of a store that keeps one.
         torn: why blocks hold weights of different steps; None while they do not.
         is_stepping: in the middle of a step, or of inference.
+        is_visited: blocks that rest elsewhere are on the device, in `job.weights()`.
         has_told_changes: the user knows that a parameter was changed past its memory.
     """
 
@@ -66,7 +67,7 @@ class Contents:
         self.checkpointer = Checkpointer()
         self.journal: StepJournal | None = None
         self.torn: str | None = None
-        self.is_stepping = False
+        self.is_stepping = self.is_visited = False
         self.has_told_changes = False
         self._is_shapes_only = False
         self._checked_marks: tuple[object, ...] = ()
@@ -83,6 +84,17 @@ class Contents:
             yield
         finally:
             self.is_stepping = False
+
+    @contextmanager
+    def visiting(self, fetched: Sequence[BlockWeights]) -> Iterator[None]:
+        """Context of a visit of blocks that rest elsewhere; the visit ends with it."""
+        before, self.is_visited = self.is_visited, self.is_visited or bool(fetched)
+        try:
+            yield
+        finally:
+            self.is_visited = before
+            for block in fetched:
+                block.release()
 
     def check_unchanged(self, marks: tuple[object, ...]) -> None:
         """Checks that the parameters are those of `fit`, lie where the job put them, and train as

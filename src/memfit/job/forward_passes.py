@@ -29,7 +29,6 @@ from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
-from memfit.job.interrupts import Interrupts
 from memfit.job.preparing import forward_pass
 from memfit.job.results import EvaluateResult
 from memfit.job.setup import Prepared
@@ -43,7 +42,7 @@ from memfit.profiling.standins import untouched_modules
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
 
 
-def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
+def evaluate(assembly: Assembly, batch: Any) -> EvaluateResult:
     """Computes the loss of a batch, forward only, in evaluation mode, with weights streamed as in a
     step.
     """
@@ -54,7 +53,6 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     model, loss = assembly.model, assembly.loss
     with (
         together(ranks, "evaluate", digest=prepared.evaluation.schedule.text(), values=[batches.total]) as said,
-        interrupts.held(),
         assembly.machine.phase("evaluate"),
         torch.no_grad(),
         evaluating(model),

@@ -43,6 +43,7 @@ from memfit.profiling.blocks import find_blocks
 from memfit.recipes.pretrained import pretrained_builder
 from memfit.store import DiskIO, ScratchFile
 from memfit.tensors.guard import is_away
+from memfit.tensors.one_call import OneCall
 
 _ON_DISK = BlockPlan(weight_home=Tier.DISK)
 
@@ -79,6 +80,7 @@ class Inference:
         self._house = house
         self._weights = weights
         self._caches = caches
+        self._groups = OneCall()
 
     def together(self, requests: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs several requests concurrently, so that weights are read once for all of them: all
@@ -104,7 +106,8 @@ class Inference:
             Any error of a request, which ends the others too.
         """
         types = ("cpu", self._machine.device.type) if devices.is_accelerator(self._machine.device) else ("cpu",)
-        return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
+        with self._groups.enter("session.together"):
+            return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
 
     @property
     def cache_bytes_per_token(self) -> int | None:
@@ -262,7 +265,7 @@ def stream(
         caches = None
         if cache_limit is not None:
             caches = OffloadedCaches(_cache_rests(machine, directory, stack), cache_limit)
-        weights = WeightStream(sites, blocks, caches=caches, observe=interrupts.check)
+        weights = WeightStream(sites, blocks, calls=interrupts.calls, caches=caches, observe=interrupts.check)
         try:
             with weights:
                 yield Inference(model, weight_bytes, machine, house, weights, caches)

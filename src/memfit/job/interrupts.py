@@ -29,14 +29,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
+from memfit.tensors.one_call import OneCall
+
 
 class Interrupts:
     """Notes Ctrl-C for one job.
 
     A handler of the user's own, or work in another thread, is left alone.
+
+    Attributes:
+        calls: guard of the job's public calls.
     """
 
     def __init__(self) -> None:
+        self.calls = OneCall()
         self._is_holding = False
         self._holder = 0
         self._is_postponed = False
@@ -55,6 +61,16 @@ class Interrupts:
             if is_ours:
                 self._wake = _wake_pipe(stack)
                 stack.callback(self._forget_pipe)  # first of all at the end: other threads ask it
+            yield
+
+    @contextmanager
+    def working(self, name: str) -> Iterator[None]:
+        """Context of a public call: Ctrl-C waits, and other calls are refused.
+
+        Args:
+            name: of the call.
+        """
+        with self.held(), self.calls.enter(name):
             yield
 
     @contextmanager

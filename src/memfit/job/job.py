@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -74,13 +74,15 @@ class Job(SavedJob):
             TornStepError: an earlier step was interrupted while it updated in place.
             KeyboardInterrupt: after Ctrl-C, at the next action; after a second one, at once.
         """
-        with self._runner.interrupts.held():
+        with self._runner.interrupts.working("job.step"):
             self._check_usable()
             _refuse_lines(
                 self._assembly,
                 "job.step(batch) is called: inside of it loss.backward() and optimizer.step() make steps",
             )
-            return self._runner.step(batch)
+            result = self._runner.step(batch)
+        self._runner.tell_step(result)
+        return result
 
     def set_limit(self, limit: int | str) -> Proof:
         """Changes the limit from the next step on: a neighbour came, or went.
@@ -102,7 +104,7 @@ class Job(SavedJob):
                 limit, and makes none; a larger limit lets the job go on.
             UsageError: the job has no limit, or is inside `job.lines()`.
         """
-        with self._runner.interrupts.held():
+        with self._runner.interrupts.working("job.set_limit"):
             assembly = self._check_usable()
             _refuse_lines(assembly, "job.set_limit() is called")
             before = self.proof()
@@ -147,10 +149,11 @@ class Job(SavedJob):
         """Computes the loss of a batch without backward, in evaluation mode (the mode is restored
         afterwards), with weights streamed as in a step.
         """
-        assembly = self._check_usable()
-        assembly.keep_changes()
-        result = evaluate(assembly, batch, self._runner.interrupts)
-        assembly.checkpointer.note_positions()
+        with self._runner.interrupts.working("job.evaluate"):
+            assembly = self._check_usable()
+            assembly.keep_changes()
+            result = evaluate(assembly, batch)
+            assembly.checkpointer.note_positions()
         return result
 
     @contextmanager
@@ -177,14 +180,16 @@ class Job(SavedJob):
             UsageError: the job is closed.
             TornStepError: blocks hold weights of different steps.
         """
-        assembly = self._check_usable()
-        check_alone(assembly, "job.inference()")
-        assembly.keep_changes()
-        sites, staying = assembly.engine.sites, {b.index for b in assembly.blocks if not b.travels}
-        try:
-            with (
-                assembly.stepping(),
-                stream(
+        calls = self._runner.calls
+        with ExitStack() as ending, ExitStack() as stack:
+            with calls.enter("job.inference"):
+                assembly = self._check_usable()
+                check_alone(assembly, "job.inference()")
+                assembly.keep_changes()
+                sites, staying = assembly.engine.sites, {b.index for b in assembly.blocks if not b.travels}
+                stack.callback(assembly.checkpointer.note_positions)
+                stack.enter_context(assembly.stepping())
+                streamed = stream(
                     assembly.model,
                     sites,
                     assembly.blocks,
@@ -194,11 +199,12 @@ class Job(SavedJob):
                     most_weights(sites, assembly.blocks, staying),
                     cache_limit=None if cache_limit is None else parse_bytes(cache_limit),
                     directory=assembly.setup.directory,
-                ) as session,
-            ):
-                yield session
-        finally:
-            assembly.checkpointer.note_positions()
+                )
+                session = stack.enter_context(streamed)
+                stack.enter_context(assembly.engine.looking_away())  # the stream serves these calls
+            # Called first of all at the end; `ending` is closed last.
+            stack.callback(lambda: ending.enter_context(calls.leave("the end of job.inference")))
+            yield session
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:
@@ -214,29 +220,29 @@ class Job(SavedJob):
         Raises:
             UsageError: a name is unknown.
         """
-        assembly = self._check_open()
-        assembly.keep_changes()
-        chosen = assembly.choose_blocks(blocks)
-        fetched = [block for block in chosen if not block.is_here]
-        try:
-            with (
-                self._runner.interrupts.held(),
-                together(assembly.setup.ranks, f"job.weights{tuple(block.name for block in chosen)}"),
-            ):
-                for block in chosen:
-                    block.fetch()
-                    block.wait()
-            before = {block.index: block.versions() for block in chosen}
-            yield
-            check_untouched(chosen)
-            with self._runner.interrupts.held():
-                changed = [block for block in chosen if block.versions() != before[block.index]]
-                self._check_same(assembly, changed)
-                assembly.write_home(changed, before)
-        finally:
-            for block in fetched:
-                block.release()
-            assembly.checkpointer.note_positions()
+        with ExitStack() as visit:
+            with self._runner.interrupts.working("job.weights"):
+                assembly = self._check_open()
+                assembly.keep_changes()
+                chosen = assembly.choose_blocks(blocks)
+                fetched = [block for block in chosen if not block.is_here]
+                visit.callback(assembly.checkpointer.note_positions)
+                visit.enter_context(assembly.visiting(fetched))
+                with together(assembly.setup.ranks, f"job.weights{tuple(block.name for block in chosen)}"):
+                    for block in chosen:
+                        block.fetch()
+                        block.wait()
+                before = {block.index: block.versions() for block in chosen}
+            try:
+                yield
+                with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.weights"):
+                    check_untouched(chosen)
+                    changed = [block for block in chosen if block.versions() != before[block.index]]
+                    self._check_same(assembly, changed)
+                    assembly.write_home(changed, before)
+            finally:
+                with self._runner.calls.leave("the end of job.weights"):
+                    visit.close()
 
     # --- commits ---------------------------------------------------------------------------------
 
@@ -265,13 +271,17 @@ class Job(SavedJob):
             UnsupportedError: the state cannot be saved.
             StoreError: the object does not accept its state.
         """
-        self._check_open().checkpointer.register(name, thing, is_new=is_new)
+        with self._runner.calls.enter("job.register"):
+            self._check_open().checkpointer.register(name, thing, is_new=is_new)
 
     def commit(self) -> None:
         """Commits the last step now, with everything registered in its present state. Call it at
         the end of a loop's body.
 
-        Without it a step is committed when the next one begins, or by `close`.
+        Without it a step is committed when the next one begins, or by `close`. Called while another
+        call of the job is under way (by a signal handler, a thread, a function that a step calls),
+        or inside of `job.weights()` or `job.inference()`, it returns at once: the commit is made
+        when the next step begins, or by `close`, with what the loop does until then.
 
         Raises:
             UsageError: there is no `store=`.
@@ -279,10 +289,14 @@ class Job(SavedJob):
                 repeated.
             TornStepError: blocks hold weights of different steps.
         """
-        assembly = self._check_usable()
-        assembly.keep_changes()
-        with self._runner.interrupts.held():
-            assembly.checkpointer.commit_here()
+        assembly = self._check_open()
+        with self._runner.calls.enter_if_free("job.commit") or nullcontext() as token:
+            if assembly.setup.run is not None and (token is None or assembly.is_stepping or assembly.is_visited):
+                self._runner.asked_commits += 1
+                return
+            with self._runner.interrupts.held():
+                self._check_usable().keep_changes()
+                assembly.checkpointer.commit_here()
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -312,8 +326,16 @@ class Job(SavedJob):
                 read is restored; repeat `close` when the disk works again, or drop the remainder
                 with `restore=False`.
         """
+        with self._runner.calls.enter("job.close"):
+            self._close(restore=restore, commit=commit)
+
+    def _close(self, *, restore: bool | None, commit: bool) -> None:
         assembly = self._assembly
         _refuse_lines(assembly, "the job is closed")
+        if assembly.is_stepping or assembly.is_visited:
+            raise UsageError(
+                "job.close() is called inside of `with job.inference()` or `with job.weights()`: leave it first"
+            )
         if restore is None and not assembly.has_ended:
             self._check_restorable(assembly)
         self._runner.compared.keep()
@@ -325,12 +347,20 @@ class Job(SavedJob):
             except PeerError:
                 if ranks is not None and ranks.failure is not None:
                     # Another rank was lost meanwhile: there is nothing to go on with.
-                    self.close(restore=False, commit=False)
+                    self._close(restore=False, commit=False)
                 raise
+        last = self.commits
+        if self._runner.owes_commit and not self._is_closed and last is not None and last.step != self.steps:
+            warnings.warn(
+                f"the commit that was asked for inside of a call is given up with step {self.steps}: the job was closed with commit=False, or left by an error. "
+                "A signal handler that calls job.commit() had better not raise: let the loop end",
+                MemfitWarning,
+                stacklevel=3,
+            )
         self._was_closed = True
         clipping.unwatch(self)
         for change in self._runner.take_back_changes():
-            warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
+            warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=3)
         with self._runner.interrupts.held():
             end_job(assembly, restore=restore is not False)
         LOG.info("job closed after step %d; %s", self.steps, self.proof().line())
@@ -377,6 +407,8 @@ class Job(SavedJob):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._runner.calls.is_forked:
+            return  # a child that ends: threads and files are its parent's
         ranks = self._assembly.setup.ranks
         if error is not None and ranks is not None:
             # The other ranks wait for this one's next call, which does not come.

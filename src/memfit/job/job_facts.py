@@ -156,14 +156,17 @@ class JobFacts:
         """Copies a parameter's gradient of the last step (needs `fit(keep_gradients=True)`); None
         if it got none.
         """
-        assembly = self._check_open()
-        if not assembly.setup.keeps_gradients:
-            raise UsageError("gradients are given up after the update; fit(keep_gradients=True) keeps them readable")
-        if name not in assembly.place:
-            raise UsageError(f"no parameter is called {name!r}; names are those of model.named_parameters()")
-        block, slot = assembly.place[name]
-        with together(assembly.setup.ranks, f"job.gradient({name!r})"):
-            return assembly.house.gradients.read(block, slot)
+        with self._runner.calls.enter("job.gradient"):
+            assembly = self._check_open()
+            if not assembly.setup.keeps_gradients:
+                raise UsageError(
+                    "gradients are given up after the update; fit(keep_gradients=True) keeps them readable"
+                )
+            if name not in assembly.place:
+                raise UsageError(f"no parameter is called {name!r:.80}; names are those of model.named_parameters()")
+            block, slot = assembly.place[name]
+            with together(assembly.setup.ranks, f"job.gradient({name!r})"):
+                return assembly.house.gradients.read(block, slot)
 
     def proof(self, *, before_bytes: int = 0) -> Proof:
         """Returns the limit, the predicted peak, and the measured peak over all phases so far.

@@ -41,6 +41,7 @@ from memfit.job.steps import make_update
 from memfit.tensors.module_walk import buffers_of
 from memfit.tensors.trees import tensors_in
 
+_FORWARD = "a forward or backward inside of job.lines()"
 _NOT_FOR_LINES = "the job was planned for job.step, which makes whole steps. Make it with memfit.fit(..., lines=True), and a sample that is one batch of your loop"
 
 
@@ -86,7 +87,7 @@ class Lines:
         if assembly.engine.before_call is not None:
             raise UsageError("job.lines() is open already: leave the one before it")
         model, engine, step = assembly.model, assembly.engine, assembly.driver.users_step
-        with ExitStack() as stack:
+        with self._runner.calls.enter("job.lines"), ExitStack() as stack:
             # Ahead of the user's own hooks, which may read weights; behind them at the end.
             stack.callback(model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True).remove)
             stack.callback(model.register_forward_hook(self._leave_model, with_kwargs=True, always_call=True).remove)
@@ -99,7 +100,7 @@ class Lines:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         unused = self.backwards
-        with self._runner.interrupts.held():
+        with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.lines"):
             self._installed.close()
             self._give_up()
             self._gradients.end()
@@ -159,19 +160,22 @@ class Lines:
             self._is_scoped = False
             self._leave_model(model, (), {}, () if is_whole else None)
             if self._run is not None and self._run.is_untouched:
-                self._give_up()
+                with self._runner.calls.leave(_FORWARD):
+                    self._give_up()
 
     def _enter_model(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_scoped or not self._may_begin():
             return
-        run = self._run
-        # Entered and never left: a Ctrl-C that the lines have caught.
-        self._has_raised |= self._is_inside
-        if run is not None and (run.in_backward or run.is_complete or self._has_raised):
-            # Nobody ran it back, or backward failed: in plain PyTorch its graph would be dropped.
-            self._give_up()
-        if self._run is None:
-            self._begin((args, kwargs))
+        with self._runner.interrupts.working(_FORWARD):
+            run = self._run
+            # Entered and never left: a Ctrl-C that the lines have caught.
+            self._has_raised |= self._is_inside
+            if run is not None and (run.in_backward or run.is_complete or self._has_raised):
+                # Nobody ran it back, or backward failed: in plain PyTorch its graph would be
+                # dropped.
+                self._give_up()
+            if self._run is None:
+                self._begin((args, kwargs))
         assert self._run is not None
         self._run.watch_writes()
         self._is_inside = True
@@ -191,10 +195,12 @@ class Lines:
         """Begins a forward of a part of the model that the lines call by itself."""
         if not self._may_begin():
             return
-        self._begin(())
-        frames = self._assembly.frames
-        if frames.manages:
-            self._give_up()
+        with self._runner.interrupts.working(_FORWARD):
+            self._begin(())
+            manages = self._assembly.frames.manages
+            if manages:
+                self._give_up()
+        if manages:
             raise UnsupportedError(
                 "these lines call a part of the model, not the model, and the plan does not simply keep what its calls save: changes in place between the "
                 "calls could not be seen. Call the model itself, put `with lines.forward():` around these calls (lines is what job.lines() gives), or plan "
@@ -225,7 +231,7 @@ class Lines:
             staying = [*buffers_of(assembly.model), *tensors_in(given)]
             assembly.frames.begin_step(prepared.plan, prepared.calls, staying)
             watch = LineWatch(
-                held=runner.interrupts.held_briefly,
+                held=self._working_briefly,
                 before_backward=self._before_backward,
                 after_backward=self._after_backward,
                 failed_backward=self._gradients.fail,
@@ -238,6 +244,11 @@ class Lines:
             with nullcontext() if recorder is None else assembly.engine.recording(recorder):
                 self._run = assembly.engine.drive(prepared.step, watch)
             self._around = stack.pop_all()
+
+    @contextmanager
+    def _working_briefly(self) -> Iterator[None]:
+        with self._runner.interrupts.held_briefly(), self._runner.calls.enter(_FORWARD):
+            yield
 
     def _begin_window(self) -> Prepared:
         self._check_usable()
@@ -254,7 +265,7 @@ class Lines:
 
     def _before_gradient(self, _gradients: Any) -> None:
         if self._run is not None:
-            with self._runner.interrupts.held_briefly():
+            with self._working_briefly():
                 self._run.begin_backward()
 
     def _before_backward(self) -> None:
@@ -298,9 +309,10 @@ class Lines:
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        self._give_up()
-        with self._runner.interrupts.held():
+        with self._runner.interrupts.working("optimizer.step"):
+            self._give_up()
             self._update()
+        self._runner.tell_lines_step(self.departures)
         return value
 
     def _update(self) -> None:
@@ -324,7 +336,7 @@ class Lines:
         self.steps += 1
         self.departures = tuple(outcome.departures)
         self._gradients.spend(used)
-        self._runner.end_lines_step(prepared, recorder, self.departures)
+        self._runner.end_lines_step(prepared, recorder)
 
 
 def _recording_update(

@@ -74,6 +74,17 @@ class SavedJob(WatchedJob):
             UsageError: the directory cannot be used, or the job is closed.
             TornStepError: blocks hold weights of different steps.
         """
+        with self._runner.calls.enter("job.save"):
+            return self._save(directory, max_shard_bytes, extra, form, write_beside)
+
+    def _save(
+        self,
+        directory: str | Path,
+        max_shard_bytes: int | str,
+        extra: Mapping[str, Any] | None,
+        form: str,
+        write_beside: Callable[[Path], object] | None,
+    ) -> SaveResult:
         assembly = self._check_usable()
         assembly.keep_changes()
         check_form(form, extra)
@@ -140,15 +151,16 @@ class SavedJob(WatchedJob):
             UsageError: the files do not fit the model or the optimizer, or the job has a `store=`.
             TornStepError: raised by later calls if loading was interrupted midway.
         """
-        assembly = self._check_loadable()
-        found = done_by_all(
-            assembly.setup.ranks,
-            "job.load",
-            f"{source}, weights_only={weights_only}",
-            lambda: load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only),
-        )
-        if not weights_only:
-            self.averages.note_source(Path(source).expanduser(), self.steps)
+        with self._runner.calls.enter("job.load"):
+            assembly = self._check_loadable()
+            found = done_by_all(
+                assembly.setup.ranks,
+                "job.load",
+                f"{source}, weights_only={weights_only}",
+                lambda: load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only),
+            )
+            if not weights_only:
+                self.averages.note_source(Path(source).expanduser(), self.steps)
         return found
 
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
@@ -169,19 +181,19 @@ class SavedJob(WatchedJob):
             UsageError: the save does not fit the optimizer; nothing was changed.
         """
         source = Path(directory).expanduser()
-        if source.is_file():
+        with self._runner.calls.enter("job.load_states"):
             assembly = self._check_loadable()
-            check_alone(assembly, "job.load_states(file)")
-            read_states(source, assembly)
-            return LoadResult(steps=self.steps, extra={})
-        assembly = self._check_loadable()
-        found = done_by_all(
-            assembly.setup.ranks,
-            "job.load_states",
-            str(directory),
-            lambda: load_states(directory, assembly, restore_random=restore_random),
-        )
-        self.averages.note_source(source, self.steps)
+            if source.is_file():
+                check_alone(assembly, "job.load_states(file)")
+                read_states(source, assembly)
+                return LoadResult(steps=self.steps, extra={})
+            found = done_by_all(
+                assembly.setup.ranks,
+                "job.load_states",
+                str(directory),
+                lambda: load_states(directory, assembly, restore_random=restore_random),
+            )
+            self.averages.note_source(source, self.steps)
         return found
 
     def _check_usable(self) -> Assembly:
@@ -189,6 +201,10 @@ class SavedJob(WatchedJob):
         if assembly.is_stepping:
             raise UsageError(
                 "the job is in the middle of a step, or of job.inference(): what runs inside cannot step, evaluate or save it"
+            )
+        if assembly.is_visited:
+            raise UsageError(
+                "job.weights() is still open where the job is to compute, save or load: leave its `with` first"
             )
         if assembly.torn is not None:
             raise TornStepError(

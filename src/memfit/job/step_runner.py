@@ -74,6 +74,8 @@ class StepRunner:
         compared: the first steps beside their prediction.
         feedback: what steps measure of the machine, and of plans.
         watchers: functions that are told of each step.
+        calls: guard of the job's public calls.
+        asked_commits: number of commits that were asked for while a call was under way.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class StepRunner:
         self.compared = ComparedSteps(assembly.setup)
         self.feedback = Feedback(self.compared)
         self.watchers = StepWatchers()
+        self.calls = interrupts.calls
+        self.asked_commits = self._made_commits = 0
         self._steps_here = 0
         self._lines_began_s, self._lines_peak_bytes = 0.0, 0
         self._has_told_passed = False
@@ -105,7 +109,7 @@ class StepRunner:
         """
         assembly = self.assembly
         prepare_together(assembly.setup.ranks, "step", lambda: _check_known(assembly, batch))
-        assembly.checkpointer.commit_if_due()
+        self._commit_if_due()
         replan = assembly.planned.replan
         if replan is not None and assembly.setup.adapts:
             self._adapt(batch, replan)
@@ -113,9 +117,22 @@ class StepRunner:
         keeps = not assembly.setup.replans
         result = self._step(batch) if replan is None or keeps else self._step_or_replan(batch, replan)
         told = [report.in_words() for report in found if report.is_of_limit]
-        result = replace(result, departures=(*told, *result.departures)) if told else result
+        return replace(result, departures=(*told, *result.departures)) if told else result
+
+    def tell_step(self, result: StepResult) -> None:
+        """Tells watchers of a step that ended; they may call the job."""
         self.watchers.tell_step(self.assembly, result, self.measured)
-        return result
+
+    @property
+    def owes_commit(self) -> bool:
+        """Tells whether a commit was asked for while a call was under way, and is not made."""
+        return self.asked_commits > self._made_commits
+
+    def _commit_if_due(self) -> None:
+        # A handler may ask again meanwhile: that wish is the next boundary's.
+        asked = self.asked_commits
+        self.assembly.checkpointer.commit_if_due(is_asked=asked > self._made_commits)
+        self._made_commits = asked
 
     # --- lines of the user's own -----------------------------------------------------------------
 
@@ -125,7 +142,7 @@ class StepRunner:
         """
         assembly = self.assembly
         _check_known(assembly, sample)
-        assembly.checkpointer.commit_if_due()
+        self._commit_if_due()
         prepared = assembly.shapes.prepare(sample)
         if self._steps_here < 2:
             # of loading, then of the first step, which brings up states and libraries
@@ -153,15 +170,12 @@ class StepRunner:
         """
         return step_recorder(self.assembly, prepared, given, self._steps_here)
 
-    def end_lines_step(
-        self, prepared: Prepared, recorder: StepRecorder | None, departures: tuple[str, ...] = ()
-    ) -> None:
+    def end_lines_step(self, prepared: Prepared, recorder: StepRecorder | None) -> None:
         """Ends a step that lines of the user's own made.
 
         Args:
             prepared: that its window ran.
             recorder: has measured it.
-            departures: of its update from the trace.
         """
         self._steps_here += 1
         self._note_measured(recorder, prepared)
@@ -169,6 +183,13 @@ class StepRunner:
         if self._census.note_step():
             self._census.warn_once(self.census())
         self._tell_passed(self._lines_peak_bytes)
+
+    def tell_lines_step(self, departures: tuple[str, ...]) -> None:
+        """Tells watchers of a step that ended.
+
+        Args:
+            departures: of its update from the trace.
+        """
         seconds = time.perf_counter() - self._lines_began_s
         self.watchers.tell_lines_step(self.assembly, seconds, self._lines_peak_bytes, departures, self.measured)
 
