@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from memfit.core.errors import UsageError
 from memfit.planning.linear_programs import LinearProgram
 
 # Two columns between 0 and 1, of which at least 0.5 are taken, and not more than 0.3 of the first.
@@ -43,5 +44,10 @@ def test_a_program_of_the_callers_own_runs_with_its_threads_before_and_behind() 
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="HiGHS"):
+    with pytest.raises(AssertionError, match="HiGHS"):
         LinearProgram([0.0], [1.0], [[(0, 1.0)]], [0.0], [1.0], options={"no_such_option": 1})
+
+
+def test_a_program_whose_figures_are_too_far_apart_is_refused_by_what_people_can_mend() -> None:
+    with pytest.raises(UsageError, match="Correct the rates of the hardware file"):
+        LinearProgram([0.0], [1.0], [[(0, 1e24)]], [0.0], [1.0])

@@ -31,6 +31,7 @@ from memfit.core.layout import Scheme
 from memfit.core.limits import Limits
 from memfit.core.machines import read_hardware
 from memfit.core.numerics import Wish
+from memfit.core.paths import user_path
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
@@ -381,7 +382,7 @@ def _save_in(directory: str | Path | None) -> Path | None:
     """Returns the directory if it has a save of `Job.save` and no run; else None."""
     if directory is None:
         return None
-    path = Path(directory).expanduser()
+    path = user_path(directory)
     if is_there(path / MANIFEST_NAME):
         return None
     if state_file(path) is None and is_of_trainer(path / OLD_FILE_NAME):
@@ -394,7 +395,7 @@ def _save_in(directory: str | Path | None) -> Path | None:
 
 def _beginning(store: str | Path | None, resume: str | Path | None, saved: Path | None) -> str:
     """Name of the phase in which a job begins: "resume" where it goes on from files."""
-    is_begun = store is not None and is_there(Path(store).expanduser() / MANIFEST_NAME)
+    is_begun = store is not None and is_there(user_path(store) / MANIFEST_NAME)
     return "resume" if resume is not None or saved is not None or is_begun else "load"
 
 

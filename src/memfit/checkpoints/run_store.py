@@ -18,6 +18,7 @@ import torch
 from memfit.checkpoints.rank_record import find_record
 from memfit.checkpoints.run_state import part
 from memfit.core.layout import Scheme
+from memfit.core.paths import user_path
 from memfit.homes import ByteHome, DiskHome, Staging
 from memfit.homes.regions import gradient_region
 from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec
@@ -87,7 +88,7 @@ class RunStore:
 
     def _set_up(self, directory: str | Path, durability: Durability, scheme: Scheme | None) -> None:
         self.scheme: Scheme = scheme or "generations"
-        self.directory = Path(directory).expanduser().absolute()
+        self.directory = user_path(directory).absolute()
         self.durability: Durability = durability
         self.state: dict[str, Any] = {}
         self._regions: dict[str, RegionSpec] = {}

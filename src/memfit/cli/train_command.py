@@ -17,6 +17,7 @@ from memfit.cli.interrupted import INTERRUPTED
 from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, RanksOption, SourceOptions, one_of, shared
 from memfit.cli.train_run import TrainRun, TrainSettings, check_save
 from memfit.core.errors import UsageError
+from memfit.core.paths import user_path
 
 if TYPE_CHECKING:
     from memfit.recipes import Recipe
@@ -162,7 +163,7 @@ def _open_store(store: Path | None, *, fresh: bool, removes: bool) -> Path | Non
         if fresh:
             raise UsageError("--fresh begins a run anew: name its directory with --store")
         return None
-    store = store.expanduser().absolute()
+    store = user_path(store).absolute()
     if fresh and removes:
         remove_run(store)
     store.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,14 @@ keeps ordinary `except ValueError` code working.
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """Returns a value as a message shows it: the beginning of its `repr`."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 class MemfitError(Exception):
     """Base class of all of memfit's errors."""
 

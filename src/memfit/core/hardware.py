@@ -16,7 +16,7 @@ from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.rates import ROUNDED_ELEMENTS_PER_S, SPLIT_ELEMENTS_PER_S, Rate
 from memfit.core.tiers import NETWORK, Tier
-from memfit.core.units import parse_bytes
+from memfit.core.units import MOST_BYTES, parse_bytes
 from memfit.core.work_kinds import WorkKind
 
 DATA_AXIS = "data"
@@ -25,7 +25,6 @@ HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
 """Maximum size of a hardware file.
 """
-_MOST_BYTES = (1 << 63) - 1
 _SLOWEST, _FASTEST = 1e-6, 1e24
 """Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
 """
@@ -427,7 +426,7 @@ def _bytes(key: str, raw: Mapping[str, Any]) -> int:
 
 def _check_bytes(key: str, value: object, *, may_be_none: bool) -> int:
     least = 0 if may_be_none else 1
-    if type(value) is not int or not least <= value <= _MOST_BYTES:
+    if type(value) is not int or not least <= value <= MOST_BYTES:
         told = f"{key!r} of the hardware file is a whole number of bytes from {least}, not {value!r:.80}"
         if isinstance(value, str):
             with suppress(UsageError):

@@ -99,4 +99,4 @@ def _unknown(name: str) -> str:
     longer = [plain for plain in names if wanted and wanted in plain]
     near = [names[plain] for plain in longer or difflib.get_close_matches(wanted, list(names), n=3, cutoff=0.5)]
     guess = f": did you mean {' or '.join(map(repr, near))}?" if near else "."
-    return f"no machine is called {name[:200]!r}{guess} memfit has descriptions of {', '.join(names.values())}."
+    return f"no machine is called {name!r:.80}{guess} memfit has descriptions of {', '.join(names.values())}."

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 
-from memfit.core.errors import UsageError
+from memfit.core.errors import UsageError, shown
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+MOST_BYTES = (1 << 63) - 1
+"""Largest size that is read: what a file can have.
+"""
+_LONGEST_TEXT = 200
 
 _UNITS = {
     "": 1, "b": 1,
@@ -39,15 +43,13 @@ def parse_bytes(size: int | str) -> int:
             all.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
-        raise UsageError(f"a size is an integer of bytes or text such as '8GiB', not {size!r}")
+        raise UsageError(f"a size is an integer of bytes or text such as '8GiB', not {shown(size)}")
     if isinstance(size, int):
-        if size < 0:
-            raise UsageError(f"a size cannot be negative: {size}")
-        return size
-    match = _PATTERN.match(size)
+        return _in_range(size, size)
+    match = _PATTERN.match(size) if len(size) <= _LONGEST_TEXT else None
     if match is None or match.group(2).lower() not in _UNITS:
         raise UsageError(
-            f"cannot read the size {size!r}: write a number and a unit, such as '8GiB', '512 MiB' or '10GB'"
+            f"cannot read the size {shown(size)}: write a number and a unit, such as '8GiB', '512 MiB' or '10GB'"
         )
     number, unit = match.group(1), match.group(2).lower()
     whole, _, fraction = number.partition(".")
@@ -56,7 +58,17 @@ def parse_bytes(size: int | str) -> int:
     scale = _UNITS[unit]
     # Integer arithmetic: a float of 2**53 bytes and more would lose whole bytes.
     fraction_bytes = int(fraction) * scale // 10 ** len(fraction) if fraction else 0
-    return int(whole or "0") * scale + fraction_bytes
+    return _in_range(int(whole or "0") * scale + fraction_bytes, size)
+
+
+def _in_range(nbytes: int, size: int | str) -> int:
+    if nbytes < 0:
+        raise UsageError(f"a size cannot be negative: {shown(size)}")
+    if nbytes > MOST_BYTES:
+        raise UsageError(
+            f"the size {shown(size)} is more than any machine has: write at most {format_bytes(MOST_BYTES)}"
+        )
+    return nbytes
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from memfit.core.closing import ClosesAtExit
+from memfit.core.paths import user_path
 from memfit.deferred.origin import Origin
 from memfit.files.matching import Matched, match
 from memfit.files.opening import open_weight_files
@@ -44,7 +45,7 @@ class WeightFiles(ClosesAtExit):
     def __init__(self, directory: str | Path, model: nn.Module, origins: Sequence[Origin]) -> None:
         self._origins = tuple(origins)
         self._stack = ExitStack()
-        source = Path(directory).expanduser()
+        source = user_path(directory)
         with ExitStack() as opening:
             files = open_weight_files(source, opening)
             matched, self.unused = match(files, model, source)

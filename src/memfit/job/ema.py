@@ -22,6 +22,7 @@ import torch
 
 from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.paths import user_path
 from memfit.files.positioned import read_at, write_at
 from memfit.homes.update_watchers import UpdatedPiece
 from memfit.job.job import Job
@@ -79,7 +80,7 @@ class MemfitEma:
         self._decay = decay
         # Kept: its finalizer removes the directory.
         self._directory = TemporaryDirectory() if path is None else None
-        self.path = Path(path).expanduser() if self._directory is None and path is not None else self._temporary()
+        self.path = user_path(path) if self._directory is None and path is not None else self._temporary()
         self._places: dict[str, _AveragePlace] = {}
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         self._is_applied = False

@@ -23,6 +23,7 @@ from memfit.checkpoints.run_state import check_numbers, numbers_in_record, part
 from memfit.checkpoints.run_store import FORMAT
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
+from memfit.core.paths import user_path
 from memfit.core.state_formats import StateFormat, moment_of, records_of
 from memfit.core.units import parse_bytes
 from memfit.engine.loss_scaling import LossScaler
@@ -53,7 +54,7 @@ def verify_run(directory: str | Path, *, on_progress: Callable[[int, int], None]
     """Reads all that a run, of one process or of several ranks, has committed and compares it with
     its checksums; see `store.verify`.
     """
-    where = Path(directory).expanduser()
+    where = user_path(directory)
     record = find_record(where)
     if record is None or not record.number:
         return verify(where, on_progress=on_progress)
@@ -70,7 +71,7 @@ def remove_run(directory: str | Path) -> bool:
     Raises:
         StoreInUseError: a live job owns it. StoreError: it is no run, or cannot be removed.
     """
-    where = Path(directory).expanduser()
+    where = user_path(directory)
     record = find_record(where)
     if record is not None:
         remove_rank_stores(where, record)
@@ -127,8 +128,8 @@ def export_run(
     used = FileOperations()
     if form not in ("memfit", "dcp"):
         raise UsageError(f'a run is exported in the form "memfit" or "dcp", not {form!r:.80}')
-    resolved = Path(target).expanduser().resolve()
-    with opened_to_be_read(Path(directory).expanduser()) as run:
+    resolved = user_path(target).resolve()
+    with opened_to_be_read(user_path(directory)) as run:
         _check_plain(run.identity, directory)
         try:
             if form == "dcp":
@@ -289,7 +290,7 @@ def read_registered(directory: str | Path) -> dict[str, Any]:
     Raises:
         StoreError: there is no such file, or it is damaged.
     """
-    path = Path(directory).expanduser() / REGISTERED_NAME
+    path = user_path(directory) / REGISTERED_NAME
     try:
         content = read_document(path, limit_bytes=STATE_LIMIT_BYTES)
     except OSError as error:

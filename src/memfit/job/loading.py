@@ -25,6 +25,7 @@ from memfit.checkpoints.run_state import (
     placed_numbers,
 )
 from memfit.core.errors import StoreError, UsageError
+from memfit.core.paths import user_path
 from memfit.deferred import find_origins
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.index import weight_file_names
@@ -95,7 +96,7 @@ def load(
         StoreError: a file that is missing, damaged or not memfit's. UsageError: a model or
             optimizer that the save does not fit.
     """
-    source = Path(directory).expanduser()
+    source = user_path(directory)
     if not source.is_dir():
         raise StoreError(f"there is no directory {source}; name one that job.save wrote")
     _refuse_live(model, optimizer)
@@ -248,7 +249,7 @@ def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool, we
         StoreError: a file that is missing or damaged.
         UsageError: files that do not fit the model or the optimizer; nothing was changed.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     with job.loading(), ExitStack() as stack:
         files = open_weight_files(path, stack)
         matched, unused = match(files, saved_model(job.model), path)
@@ -281,7 +282,7 @@ def load_states(directory: str | Path, job: Assembly, *, restore_random: bool) -
         UsageError: an optimizer that the save does not fit; nothing was changed.
     """
     with job.loading(), ExitStack() as stack:
-        found = _OpenStates(Path(directory).expanduser(), stack, job, restore_random=restore_random).give()
+        found = _OpenStates(user_path(directory), stack, job, restore_random=restore_random).give()
     job.count_on(found.steps)
     return found
 

@@ -20,7 +20,7 @@ from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, smaller_part, ways_of
 from memfit.batches.parts import ByParts
 from memfit.core.documents import PLAN_LIMIT_BYTES, read_document
-from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError, shown
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
@@ -390,10 +390,17 @@ def check_arguments(
     check_wish(numerics, allow)
     if split is not None and not callable(split):
         raise UsageError(f"split must be a function split(batch, count) -> batches, not {split!r:.80}")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, SupportsFloat) and float(max_grad_norm) > 0):
+    if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise UsageError(
-            f"max_grad_norm must be a number above 0, not {max_grad_norm!r:.80}: give the norm to clip to, or None to clip nothing"
+            f"max_grad_norm must be a number above 0, not {shown(max_grad_norm)}: give the norm to clip to, or None to clip nothing"
         )
+
+
+def _is_positive(number: object) -> bool:
+    try:
+        return isinstance(number, SupportsFloat) and float(number) > 0
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # too large; several numbers
+        return False
 
 
 def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from memfit.core.errors import TornStepError, UsageError
 from memfit.core.log import LOG
+from memfit.core.paths import user_path
 from memfit.job.assembly import Assembly
 from memfit.job.averages import Averages
 from memfit.job.ending import check_alone
@@ -75,58 +76,48 @@ class SavedJob(WatchedJob):
             TornStepError: blocks hold weights of different steps.
         """
         with self._runner.calls.enter("job.save"):
-            return self._save(directory, max_shard_bytes, extra, form, write_beside)
-
-    def _save(
-        self,
-        directory: str | Path,
-        max_shard_bytes: int | str,
-        extra: Mapping[str, Any] | None,
-        form: str,
-        write_beside: Callable[[Path], object] | None,
-    ) -> SaveResult:
-        assembly = self._check_usable()
-        assembly.keep_changes()
-        check_form(form, extra)
-        if form == "trainer":
-            check_alone(assembly, 'job.save(form="trainer")')
-        # Weights and states are those of the step that waits for its `job.step`, if one does.
-        journal, scaler = assembly.journal, self.loss_scaler
-        waiting = journal if journal is not None and journal.is_waiting else None
-
-        def write_others(new: Path) -> None:
-            if form == "memfit":
-                self.averages.write(new)
-            if write_beside is not None:
-                write_beside(new)
-
-        # What a save works on is host memory.
-        ranks = assembly.setup.ranks
-        with (
-            together(ranks, "job.save", digest=f"{directory}, form={form!r}"),
-            self._machine.phase("save"),
-            self._machine.host_ledger(),
-        ):
-            saved = save_job(
-                directory,
-                model=saved_model(assembly.model),
-                optimizer=assembly.setup.optimizer,
-                blocks=assembly.blocks,
-                states=assembly.states,
-                steps=self.steps + (waiting is not None),
-                scaler=scaler.after_a_step() if scaler is not None and waiting is not None else scaler,
-                noise=assembly.noise,
-                random=None if waiting is None else waiting.random(),
-                max_shard_bytes=max_shard_bytes,
-                extra=extra,
-                has_states=form == "memfit",
-                write_beside=write_others,
-                writes=ranks is None or ranks.rank == 0,
-            )
+            assembly = self._check_usable()
+            assembly.keep_changes()
+            check_form(form, extra)
             if form == "trainer":
-                write_states(saved.directory / "optimizer.pt", assembly)
-            LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
-            return saved
+                check_alone(assembly, 'job.save(form="trainer")')
+            # Weights and states are those of the step that waits for its `job.step`, if one does.
+            journal, scaler = assembly.journal, self.loss_scaler
+            waiting = journal if journal is not None and journal.is_waiting else None
+
+            def write_others(new: Path) -> None:
+                if form == "memfit":
+                    self.averages.write(new)
+                if write_beside is not None:
+                    write_beside(new)
+
+            # What a save works on is host memory.
+            ranks = assembly.setup.ranks
+            with (
+                together(ranks, "job.save", digest=f"{directory}, form={form!r}"),
+                self._machine.phase("save"),
+                self._machine.host_ledger(),
+            ):
+                saved = save_job(
+                    directory,
+                    model=saved_model(assembly.model),
+                    optimizer=assembly.setup.optimizer,
+                    blocks=assembly.blocks,
+                    states=assembly.states,
+                    steps=self.steps + (waiting is not None),
+                    scaler=scaler.after_a_step() if scaler is not None and waiting is not None else scaler,
+                    noise=assembly.noise,
+                    random=None if waiting is None else waiting.random(),
+                    max_shard_bytes=max_shard_bytes,
+                    extra=extra,
+                    has_states=form == "memfit",
+                    write_beside=write_others,
+                    writes=ranks is None or ranks.rank == 0,
+                )
+                if form == "trainer":
+                    write_states(saved.directory / "optimizer.pt", assembly)
+                LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
+                return saved
 
     def load(self, source: str | Path, *, restore_random: bool = True, weights_only: bool = False) -> LoadResult:
         """Loads weights from files, and the training state too if `save` wrote them.
@@ -160,7 +151,7 @@ class SavedJob(WatchedJob):
                 lambda: load_into_job(source, assembly, restore_random=restore_random, weights_only=weights_only),
             )
             if not weights_only:
-                self.averages.note_source(Path(source).expanduser(), self.steps)
+                self.averages.note_source(user_path(source), self.steps)
         return found
 
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
@@ -180,7 +171,7 @@ class SavedJob(WatchedJob):
             StoreError: a file is missing, damaged or not memfit's.
             UsageError: the save does not fit the optimizer; nothing was changed.
         """
-        source = Path(directory).expanduser()
+        source = user_path(directory)
         with self._runner.calls.enter("job.load_states"):
             assembly = self._check_loadable()
             if source.is_file():

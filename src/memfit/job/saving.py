@@ -32,6 +32,7 @@ from memfit.checkpoints.run_state import (
 )
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
+from memfit.core.paths import user_path
 from memfit.core.units import parse_bytes
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.names import is_stale
@@ -131,7 +132,7 @@ def save_job(
     """
     began = time.perf_counter()
     used = FileOperations() if operations is None else operations
-    target = Path(directory).expanduser().resolve()
+    target = user_path(directory).resolve()
     wait_for_updates(blocks)
     for own in states.values():
         own.learn_numbers()
@@ -183,7 +184,7 @@ def check_save(directory: str | Path, model: nn.Module | None = None) -> None:
         UsageError: it cannot be replaced in one step, or holds another model. StoreError: it is no
             directory, or its disk is full.
     """
-    target = Path(directory).expanduser().resolve()
+    target = user_path(directory).resolve()
     check_target(target, needed_bytes=0, operations=FileOperations())
     if model is not None:
         check_other_model(target, _config_fields(model, ()))

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from memfit.core.errors import UsageError
+
 # Nothing depends on the clock or on how many cores there are. The number of threads is not said:
 # HiGHS has one scheduler a thread, and refuses whoever asks for another number than the first.
 _OPTIONS: Mapping[str, object] = {"output_flag": False, "parallel": "off"}
@@ -47,7 +49,9 @@ class LinearProgram:
         self._core: Any = import_module("highspy")
         self._highs: Any = self._core.Highs()
         for name, value in {**_OPTIONS, **(options or {})}.items():
-            self._checked(self._highs.setOptionValue(name, value))
+            assert self._highs.setOptionValue(name, value) != self._core.HighsStatus.kError, (
+                f"HiGHS has no option {name}"
+            )
         self._is_whole = bool(whole)
         model: Any = self._core.HighsLp()
         model.num_col_, model.num_row_ = len(least), len(rows)
@@ -116,4 +120,6 @@ class LinearProgram:
 
     def _checked(self, status: Any) -> None:
         if status == self._core.HighsStatus.kError:
-            raise RuntimeError("HiGHS refuses a program")
+            raise UsageError(
+                "the solver of mixed plans refuses a program: the machine's rates are too many orders apart for it. Correct the rates of the hardware file"
+            )

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from memfit.core.closing import ClosesAtExit
-from memfit.core.errors import UsageError
-from memfit.core.units import KIB, round_up
+from memfit.core.errors import UsageError, shown
+from memfit.core.units import KIB, MOST_BYTES, round_up
 from memfit.store.checksums import PIECE_BYTES
 from memfit.store.disk_store import DiskStore, check_regions, check_same
 from memfit.store.file_operations import FileOperations
@@ -360,9 +360,9 @@ class CommittedStore(ClosesAtExit):
 
 def check_durability(durability: object) -> None:
     """Raises `UsageError` if the durability is invalid."""
-    is_number = type(durability) is int and durability >= 1
+    is_number = type(durability) is int and 1 <= durability <= MOST_BYTES
     if durability not in ("step", "exit") and not is_number:
-        raise UsageError(f'durability is "step", "exit" or a number of steps from 1, not {durability!r:.80}')
+        raise UsageError(f'durability is "step", "exit" or a number of steps from 1, not {shown(durability)}')
 
 
 def check_journaled(durability: object) -> None:
