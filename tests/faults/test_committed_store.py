@@ -674,6 +674,6 @@ def test_a_lock_file_that_is_a_hard_link_is_not_written_to(tmp_path: Path, io: D
     (tmp_path / "mine").write_text("kept")
     (directory / "lock").unlink()
     os.link(tmp_path / "mine", directory / "lock")
-    with pytest.raises(StoreError, match="not a plain file of one name: remove it"):
+    with pytest.raises(StoreError, match="is a hard link, or not a plain file: remove it"):
         TWO_BLOCKS.open(directory, io)
     assert (tmp_path / "mine").read_text() == "kept"

@@ -139,7 +139,7 @@ class DirectoryLock:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not self._reads_only):
                 self._operations.close(descriptor)
-                raise store_error(f"the lock file {self.path} is not a plain file of one name: remove it")
+                raise store_error(f"the lock file {self.path} is a hard link, or not a plain file: remove it")
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._reads_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 # The owner before may have removed the file between our opening and our locking:
