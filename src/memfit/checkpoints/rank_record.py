@@ -141,9 +141,7 @@ def find_record(directory: Path) -> RankRecord | None:
     if not is_there(path):
         for each in _sets(directory):
             if _may_be_committed(each):
-                raise store_error(
-                    f"{each} holds stores of a run on several ranks, and {path} is gone. {_cure(directory)}"
-                )
+                raise store_error(f"{path} is gone, and {each} holds stores of ranks. {_cure(directory)}")
         return None
     try:
         record = parse_record(read_document(path, limit_bytes=_LIMIT_BYTES))
@@ -155,9 +153,7 @@ def find_record(directory: Path) -> RankRecord | None:
         found = [manifest for manifest in map(_manifest, _stores(each)) if manifest is not None]
         # The first commit of a set comes before the record that names it, and the second one after.
         if _number(each) > record.number and any(m.generation > 1 and _run(m) == record.run for m in found):
-            raise store_error(
-                f"{path} names set-{record.number}, and steps of the run were committed to {each} since. {_cure(directory)}"
-            )
+            raise store_error(f"{path} names set-{record.number}, older than {each}. {_cure(directory)}")
     return record
 
 
@@ -273,11 +269,10 @@ def _cure(directory: Path) -> str:
     for path in _sets(directory):
         manifests = [_manifest(store) for store in _stores(path)]
         record = RankRecord(number=_number(path), ranks=len(manifests), run=_run(next(iter(manifests), None)) or "")
-        whole = [
-            m for r, m in enumerate(manifests) if m is not None and m.step is not None and record.is_of(m.identity, r)
-        ]
-        if whole and len(whole) == len(manifests):
-            return f"Restore {RANKS_NAME} from a copy, or make this line its content, which names {path.name} at step {whole[0].step}:\n{record.text()}"
+        committed = [each for each in manifests if each is not None and each.step is not None]
+        is_whole = 0 < len(committed) == len(manifests)
+        if is_whole and all(record.is_of(each.identity, rank) for rank, each in enumerate(committed)):
+            return f"Restore {RANKS_NAME} from a copy, or make this line its content, which names {path.name} at step {committed[0].step}:\n{record.text()}"
     return "Restore the directory from a copy, or choose another one"
 
 

@@ -164,9 +164,8 @@ class Assembly(Contents):
         assert self.setup.run is not None, "weights and states of a run are at home"
         for block in self.blocks:
             plan = self.plan.block(block.name)
-            for name, share in zip(
-                updated_regions(block.name), (plan.weights_over, *[plan.states_over] * 2), strict=True
-            ):
+            shares = (plan.weights_over, plan.states_over, plan.states_over)
+            for name, share in zip(updated_regions(block.name), shares, strict=True):
                 if share is Share.WHOLE and name in self.house.placed:
                     home = self.house.placed[name][1].own
                     for place in self.setup.run.regions[name].tensors:
