@@ -211,27 +211,27 @@ def test_the_smallest_limit_that_is_named_works(kind: str, where: str, tmp_path:
 def test_what_planning_took_of_the_process_is_not_taken_from_tensors_again() -> None:
     """Where there is no room for planning, the limit is armed after it: then more is held than when plans were made."""
     held = [100 * MIB]
-    room = Room(300 * MIB, 66 * MIB, lambda: held[0], install(), planned_bytes=70 * MIB)
+    room = Room(300 * MIB, 66 * MIB, lambda: held[0], install(), planned_bytes=(70 * MIB, 0))
     held[0] = 104 * MIB
     room.begin_plan()
     assert room.planned_bytes == (300 - 70 - 66) * MIB
     assert room.left_bytes == (300 - 104) * MIB
-    assert room.excess(150 * MIB) is None
-    assert room.excess(165 * MIB) is not None
+    assert room.excess(150 * MIB, lambda: 0) is None
+    assert room.excess(165 * MIB, lambda: 0) is not None
 
 
 def test_what_was_held_when_a_plan_was_made_is_what_the_reserve_is_left_beside() -> None:
     held = [100 * MIB]
     room = Room(300 * MIB, 64 * MIB, lambda: held[0], install())
     held[0] = 120 * MIB  # planning
-    room.note_planned(16 * MIB, held[0])
+    room.note_planned(16 * MIB, held[0], 0)
     held[0] = 123 * MIB  # homes, threads
     room.begin_plan()
     assert room.planned_bytes == (300 - 120 - 16) * MIB
     room.begin()
     held[0] = 128 * MIB  # a first step
     room.end(scratch_bytes=0)
-    room.note_planned(16 * MIB, 150 * MIB)
+    room.note_planned(16 * MIB, 150 * MIB, 0)
     assert room.planned_bytes == (300 - 120 - 16) * MIB, "it is of the plan that steps have been made under"
 
 

@@ -314,6 +314,11 @@ class GradientHomes:
             whole = whole.mul_(factor.to(whole.device))
         return whole
 
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """Gradients on the device that stay readable until the next step begins."""
+        return tuple((self._kept or {}).values())
+
     def clear(self, block: BlockWeights) -> None:
         """Frees the block's gradients on the device."""
         for slot in block.slots:

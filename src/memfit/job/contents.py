@@ -25,9 +25,11 @@ from memfit.homes.gradient_standins import GradientStandIn
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights, put_values
 from memfit.job.journaling import StepJournal
-from memfit.job.setup import Planned
+from memfit.job.setup import Planned, Prepared
 from memfit.job.together import together
+from memfit.tensors.module_walk import buffers_of
 from memfit.tensors.noise import RoundingNoise
+from memfit.tensors.trees import tensors_in
 
 _LARGEST_SHOWN = 5
 
@@ -285,10 +287,23 @@ class Contents:
     def held(self) -> Iterator[torch.Tensor]:
         """Yields what is on the device between steps and goes with the plan."""
         yield from self.house.held()
+        yield from self.house.gradients.kept
         found = (p.grad for p in self.model.parameters())
         yield from (
             gradient for gradient in found if gradient is not None and not isinstance(gradient, GradientStandIn)
         )
+
+    def others_bytes(self, prepared: Prepared, batch: Any) -> int:
+        """Returns the bytes of live tensors that the prediction of a step does not count; see
+        `Machine.others_bytes`.
+
+        Args:
+            prepared: the step.
+            batch: of the step, or what stands for it in the prediction.
+        """
+        others = self.machine.others_bytes([*self.held(), *tensors_in(batch), *buffers_of(self.model)])
+        # From the second step on the program keeps what it is predicted to.
+        return others - min(max(0, others), prepared.lasting_bytes)
 
     def largest_residents(self) -> str:
         """Names what of the job takes most of the device now, with its bytes."""

@@ -6,6 +6,7 @@ becomes `torch.OutOfMemoryError`, and a step that is predicted not to fit is ref
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ from functools import partial
 
 from memfit.allocator import Allocator, FallbackAllocator
 from memfit.allocator.kernel import KernelLimit
-from memfit.core.errors import DoesNotFitError
+from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.units import format_bytes
-from memfit.job.room import Room
+from memfit.job.room import Room, excess_text
 from memfit.verification.meters import DeviceMeter, PhaseRecord, Phases, ProcessMeter
 
 
@@ -54,7 +55,8 @@ class HardLimit:
         self._reserve_bytes = reserve_bytes
         self._kernel = kernel
         self._room: Room | None = None
-        self._planned_outside_bytes: int | None = None
+        self._planned_bytes: tuple[int, int] | None = None
+        """Outside of tensors, and in tensors of others, before there is a room."""
         # A job that is dropped without `close` must not leave its limits on the process.
         self._lift = weakref.finalize(self, _lift_limit, meter, -1)
         if kernel is not None:
@@ -76,14 +78,14 @@ class HardLimit:
         """Part of the reserve that libraries have not taken yet; all of it before `arm`."""
         return self._reserve_bytes() if self._room is None else self._room.reserve_left_bytes
 
-    def note_planned(self, outside_bytes: int) -> None:
-        """Notes what the process holds outside of tensors when a plan is made, until a step has
-        been made.
+    def note_planned(self, outside_bytes: int, others_bytes: int) -> None:
+        """Notes what the process holds outside of tensors, and in tensors that no prediction
+        counts, when a plan is made, until a step has been made.
         """
         if self._room is None:
-            self._planned_outside_bytes = outside_bytes
+            self._planned_bytes = outside_bytes, others_bytes
         else:
-            self._room.note_planned(self._reserve_bytes(), outside_bytes)
+            self._room.note_planned(self._reserve_bytes(), outside_bytes, others_bytes)
 
     @property
     def has_stepped(self) -> bool:
@@ -113,7 +115,7 @@ class HardLimit:
                 partial(outside_bytes, self._process, self._allocator),
                 self._allocator,
                 kernel=self._kernel,
-                planned_bytes=self._planned_outside_bytes,
+                planned_bytes=self._planned_bytes,
             )
         left = self._room.begin_plan()
         if left <= 0:
@@ -177,20 +179,43 @@ class HardLimit:
                     else None
                 )
 
-    def excess(self, peak_bytes: int) -> str | None:
-        """Says why a step of that predicted peak does not fit beside what the process holds now;
+    def excess(self, peak_bytes: int, others: Callable[[], int]) -> str | None:
+        """Says why a step of that predicted peak does not fit beside what the device holds now;
         None if it does, or no limit is armed.
-        """
-        return None if self._room is None else self._room.excess(peak_bytes)
 
-    def refuse(self, peak_bytes: int, step: int) -> None:
-        """Refuses a step of that predicted peak that does not fit beside what the process holds
-        now.
-
-        Raises `LimitBreachError`.
+        Args:
+            peak_bytes: of the job's tensors.
+            others: tells the bytes of live tensors that the peak does not count.
         """
         if self._room is not None:
-            self._room.refuse(peak_bytes, step)
+            return self._room.excess(peak_bytes, others)
+        limit = self.armed_bytes
+        if limit is None or peak_bytes + self._meter.live_bytes() <= limit or peak_bytes + others() <= limit:
+            return None
+        gc.collect()  # what is in cycles is nobody's
+        beside = others()
+        return None if peak_bytes + beside <= limit else excess_text(peak_bytes, limit - beside, limit, beside)
+
+    def refuse(self, peak_bytes: int, others: Callable[[], int], step: int) -> None:
+        """Refuses a step that does not fit beside what the device holds now.
+
+        Args:
+            peak_bytes: as for `excess`.
+            others: likewise.
+            step: its number.
+
+        Raises:
+            LimitBreachError: before anything was done.
+        """
+        excess = self.excess(peak_bytes, others)
+        if excess is not None:
+            raise LimitBreachError(
+                f"step {step} was not begun: {excess}. Nothing was updated. Free it, have it before memfit.fit, raise the limit, or fit with store= and "
+                'on_breach="replan"',
+                phase="step",
+                where="before the step",
+                torn=False,
+            )
 
     def passed(self, peak_bytes: int) -> str | None:
         """Says what took the process past its limit where no allocation of a tensor did, in words;

@@ -32,7 +32,7 @@ from memfit.distributed.rank_group import RankGroup
 from memfit.job.assembly import Assembly
 from memfit.job.breaches import BreachReport, assemble_faster
 from memfit.job.interrupts import Interrupts
-from memfit.job.setup import Replan
+from memfit.job.setup import Prepared, Replan
 from memfit.job.together import first_told, prepare_together
 from memfit.tensors.trees import tensors_in
 
@@ -139,7 +139,8 @@ def _check_plan(assembly: Assembly, before: int, limit_bytes: int) -> None:
     """Raises `DoesNotFitError` where the job's plan does not fit, with the same text on all
     ranks.
     """
-    excess = limit_excess(assembly, max(prepared.peak_bytes for prepared in assembly.shapes.known), ())
+    largest = max(assembly.shapes.known, key=lambda prepared: prepared.peak_bytes)
+    excess = limit_excess(assembly, largest, ())
     told = first_told(
         assembly.setup.ranks,
         _CALL,
@@ -154,15 +155,15 @@ def _check_plan(assembly: Assembly, before: int, limit_bytes: int) -> None:
         )
 
 
-def limit_excess(assembly: Assembly, peak_bytes: int, batch: Any) -> str | None:
-    """Says why a step of that predicted peak does not fit beside what is held now; None if it does.
+def limit_excess(assembly: Assembly, prepared: Prepared, batch: Any) -> str | None:
+    """Says why a step does not fit beside what is held now; None if it does.
 
     Args:
         assembly: of the job.
-        peak_bytes: of tensors.
-        batch: of the step, whose bytes the peak has.
+        prepared: the step.
+        batch: of the step, whose bytes its peak has.
     """
-    machine, model = assembly.machine, assembly.model
+    machine, model, peak_bytes = assembly.machine, assembly.model, prepared.peak_bytes
 
     def room() -> int | None:
         return machine.budget(beside=[*assembly.held(), *tensors_in(batch), *model.buffers()]).tensor_bytes
@@ -172,7 +173,7 @@ def limit_excess(assembly: Assembly, peak_bytes: int, batch: Any) -> str | None:
         gc.collect()  # what is in cycles is nobody's
         left = room()
     if left is None or peak_bytes <= left:
-        return machine.hard_limit.excess(peak_bytes)
+        return machine.hard_limit.excess(peak_bytes, lambda: assembly.others_bytes(prepared, batch))
     return (
         f"a step is predicted to take {format_bytes(peak_bytes)} of tensors, and {format_bytes(max(0, left))} are left"
     )

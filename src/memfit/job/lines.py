@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -77,6 +78,7 @@ class Lines:
         self._is_inside = False
         self._is_scoped = False
         self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._given: list[weakref.ref[torch.Tensor]] = []
 
     # --- the context -----------------------------------------------------------------------------
 
@@ -189,6 +191,7 @@ class Lines:
         if output is None:
             self._has_raised = True
         elif torch.is_grad_enabled():
+            self._given += [weakref.ref(t) for t in tensors_in(output)]
             self._outputs += [(t, t._version) for t in tensors_in(output)]  # noqa: SLF001, torch has no other word for it
 
     def _before_call(self) -> None:
@@ -225,6 +228,10 @@ class Lines:
         assembly, runner = self._assembly, self._runner
         with runner.interrupts.held(), ExitStack() as stack:
             prepared = self._prepared = self._begin_window() if self._prepared is None else self._prepared
+            # Lines let go of what the last forward gave when the next one gives it anew.
+            last = [output for given in self._given if (output := given()) is not None]
+            self._given.clear()
+            runner.refuse_lines(prepared, [assembly.setup.lines_sample, last])
             stack.enter_context(assembly.stepping())
             stack.enter_context(runner.phase())
             stack.enter_context(assembly.setting())

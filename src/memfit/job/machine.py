@@ -37,6 +37,7 @@ from memfit.homes.factories import FurtherTier
 from memfit.homes.memory_order import is_dense
 from memfit.job.hard_limit import HardLimit, outside_bytes
 from memfit.tensors.guard import is_away
+from memfit.tensors.trees import spanned_bytes
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
 # Beside the model as it was built on an emulated device: small tensors, rounding. What is tried out
@@ -154,18 +155,11 @@ class Machine:
                 gradients, optimizer states. What is sparse is not weighed.
         """
         live, weight_bytes = self.meter.live_bytes(), sum(p.nbytes for p in weights)
-        storages = {
-            id(t.untyped_storage()): t.untyped_storage()
-            for t in beside
-            if t.layout is torch.strided and t.device == self.device
-        }
-        others = max(
-            live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
-        )
+        others = max(self.others_bytes(beside) - weight_bytes, min(0, live - weight_bytes))
         outside = self.base_bytes()
         # Without weights that another allocator gave: they are outside now, and not when they have
         # moved home.
-        self.hard_limit.note_planned(max(0, outside + min(0, live - weight_bytes)))
+        self.hard_limit.note_planned(max(0, outside + min(0, live - weight_bytes)), max(0, others))
         reserve = self.hard_limit.reserve_left_bytes
         usual = 0 if self.hard_limit.has_stepped else self._reserve.usual_bytes
         return Budget(
@@ -174,6 +168,16 @@ class Machine:
             reserve_bytes=reserve - usual,
             others_bytes=max(0, others),
         )
+
+    def others_bytes(self, counted: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of live tensors on the device that no prediction of the job counts: of
+        the user, of other jobs. Less than 0 where another allocator gave what is counted: that is
+        not among what is alive here.
+
+        Args:
+            counted: tensors that predictions count.
+        """
+        return self.meter.live_bytes() - spanned_bytes(counted, self.device)
 
     def reserve_bytes(self) -> int:
         """Returns what plans leave free beside tensors and what the process held when they were

@@ -6,11 +6,12 @@ kernel where that is asked for; refusals in words.
 [Note: memory outside of tensors]
 A limit on a process counts everything: interpreter, libraries, NumPy's arrays, workers. The
 allocator can refuse tensors alone. So what is left to them is what the limit leaves beside all
-else, and since all else changes, it is measured again when a step begins. Growth inside the job's
-own calls is that of libraries and kernels (11 to 67 MiB in a first step, nothing in later ones),
-which the reserve is for. Growth between them is the user's: it is taken off what is left. A step
-that is predicted not to fit what is left is refused before it begins: so nothing is torn, and the
-process does not pass the limit to find out.
+else, and since all else changes, it is measured again when a step begins. So are the tensors that
+live and that no prediction of the job counts: a queue, a buffer of replays, what another job has
+saved for its backward. Growth inside the job's own calls is that of libraries and kernels (11 to 67
+MiB in a first step, nothing in later ones), which the reserve is for. Growth between them is the
+user's: it is taken off what is left. A step that is predicted not to fit what is left is refused
+before it begins: so nothing is torn, and the process does not pass the limit to find out.
 
 Between steps the process holds the pool of freed tensors beside what the user takes: it gives way
 as far as half of the limit, or the most that the user ever took between two calls. What grows
@@ -21,16 +22,19 @@ step that took much must not shut out all others).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from memfit.allocator import Allocator, FallbackAllocator
 from memfit.allocator.kernel import KernelLimit, drop_mapped_files, page_out_libraries
-from memfit.core.errors import LimitBreachError
 from memfit.core.units import MIB, format_bytes
 
 # A loader, a list of losses, modules that are imported between `fit` and the first step: part of
 # the reserve, as in what a refusal names as the smallest limit.
 _SMALL_GROWTH_BYTES = 8 * MIB
+# Blocks that a step makes are rounded up to pages, or have a header: up to this share of its peak,
+# or this much (0.1 to 0.4 % seen).
+_ROUNDING_SHARE, _MOST_ROUNDING_BYTES = 1 / 128, MIB
 # Of the limit, what is free between steps where pooled memory can make it so: a user's arrays come
 # there, and nothing can refuse them. Taking its pages anew costs the next step up to 4 % of its CPU
 # time (measured: 0.54 to 0.56 s, 0.65 to 0.67 s, 1.33 to 1.33 s with the whole pool given back).
@@ -48,8 +52,8 @@ class Room:
         outside_bytes: tells what the process holds outside of tensors.
         allocator: of tensors.
         kernel: its limit is armed too, from the second step on.
-        planned_bytes: what was held outside of tensors when the budget of plans was made, if that
-            was before now.
+        planned_bytes: what was held outside of tensors, and in tensors that no prediction counts,
+            when the budget of plans was made, if that was before now.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Room:
         allocator: Allocator | FallbackAllocator,
         *,
         kernel: KernelLimit | None = None,
-        planned_bytes: int | None = None,
+        planned_bytes: tuple[int, int] | None = None,
     ) -> None:
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
@@ -68,8 +72,12 @@ class Room:
         self._allocator = allocator
         self._kernel = kernel
         self._at_arming = self._last = outside_bytes()
+        self._least_bytes, self._planned_others_bytes = (0, 0) if planned_bytes is None else planned_bytes
+        """When a plan was made: outside of tensors, until a step was made, since homes that nothing
+        was written to are the allocator's and not resident; and in tensors of others.
+        """
         if planned_bytes is not None:
-            self._at_arming = min(self._at_arming, planned_bytes)
+            self._at_arming = min(self._at_arming, self._least_bytes)
         self._users_bytes = 0
         self._most_growth_bytes = 0
         """Between two calls."""
@@ -80,15 +88,15 @@ class Room:
     @property
     def left_bytes(self) -> int:
         """Bytes that tensors may take now. Measures."""
-        return self._limit_bytes - self._outside_bytes() - min(*self._scratch_bytes, self._reserve_bytes)
+        outside = max(self._outside_bytes(), self._least_bytes)
+        return self._limit_bytes - outside - min(*self._scratch_bytes, self._reserve_bytes)
 
     @property
     def planned_bytes(self) -> int:
         """Bytes that a step which never ran may be predicted to take: what `fit` planned with, less
         what the user took since then.
         """
-        users = max(0, self._users_bytes - _SMALL_GROWTH_BYTES)
-        return self._limit_bytes - self._at_arming - self._reserve_bytes - users
+        return self._planned_beside(self._planned_others_bytes)
 
     @property
     def reserve_left_bytes(self) -> int:
@@ -106,13 +114,14 @@ class Room:
         self._limit_bytes = limit_bytes
         self._allocator.trim()
 
-    def note_planned(self, reserve_bytes: int, outside_bytes: int) -> None:
-        """Notes what is held when a plan is made, before any step: the reserve is for what comes
-        after it.
+    def note_planned(self, reserve_bytes: int, outside_bytes: int, others_bytes: int) -> None:
+        """Notes what is held when a plan is made, before any step: the reserve, all of it, is for
+        what comes after it, and a first step is begun by the sum that its plan was chosen by.
         """
         if not self._has_stepped:
             self._reserve_bytes = reserve_bytes
-            self._at_arming = outside_bytes
+            self._at_arming = self._last = self._least_bytes = outside_bytes
+            self._planned_others_bytes, self._users_bytes = others_bytes, 0
 
     def begin_plan(self) -> int:
         """Begins the steps of a plan whose homes are there: what the process grew by until now was
@@ -123,7 +132,7 @@ class Room:
         """
         self.end()
         # Weights that another allocator gave were part of what was outside, until they moved home.
-        self._at_arming = min(self._at_arming, self._last)
+        self._at_arming = max(min(self._at_arming, self._last), self._least_bytes)
         return self.left_bytes
 
     def begin(self) -> int:
@@ -147,47 +156,38 @@ class Room:
         self._last = self._outside_bytes()
         if scratch_bytes is not None:
             self._scratch_bytes = (self._scratch_bytes[1], max(0, scratch_bytes))
-            self._has_stepped = True
+            self._has_stepped, self._least_bytes = True, 0
             self._make_free()
 
-    def excess(self, peak_bytes: int) -> str | None:
-        """Returns why a step of that predicted peak does not fit what is left, in words; None if it
-        does.
+    def excess(self, peak_bytes: int, others: Callable[[], int]) -> str | None:
+        """Returns why a step does not fit what is left, in words; None if it does.
 
-        Where it seems not to, malloc's free pages and the pages of mapped files and libraries go
-        first.
+        Where it seems not to, what is in cycles, malloc's free pages and the pages of mapped files
+        and libraries go first.
+
+        Args:
+            peak_bytes: that the step is predicted to take of tensors.
+            others: tells the bytes of live tensors that the peak does not count.
         """
-        if self._fits(peak_bytes):
+        # All that is alive is more than the others are: mostly there is nothing to add up.
+        if self._fits(peak_bytes, self._allocator.stats().live_bytes) or self._fits(peak_bytes, others()):
             return None
+        gc.collect()
         self._allocator.trim()
         drop_mapped_files()
         page_out_libraries()
         self._note_users()
-        if self._fits(peak_bytes):
+        beside = others()
+        if self._fits(peak_bytes, beside):
             return None
+        left = self.left_bytes - beside - self._rounding_bytes(peak_bytes)
+        if not self._has_stepped:
+            left = min(left, self._planned_beside(beside))
         grown = self._last - self._at_arming
-        left = self.left_bytes if self._has_stepped else min(self.left_bytes, self.planned_bytes)
         return (
-            f"it is predicted to take {format_bytes(peak_bytes)} of tensors, and {format_bytes(max(0, left))} are left of the limit of "
-            f"{format_bytes(self._limit_bytes)}: outside of tensors the process holds {format_bytes(self._last)}, {format_bytes(max(0, grown))} more "
-            "than when the job began (NumPy's arrays, a loader's workers, libraries)"
+            f"{excess_text(peak_bytes, left, self._limit_bytes, beside)}; outside of tensors the process holds {format_bytes(self._last)}, "
+            f"{format_bytes(max(0, grown))} more than when the job began (NumPy's arrays, a loader's workers, libraries)"
         )
-
-    def refuse(self, peak_bytes: int, step: int) -> None:
-        """Refuses a step that does not fit.
-
-        Raises:
-            LimitBreachError: before anything was done.
-        """
-        excess = self.excess(peak_bytes)
-        if excess is not None:
-            raise LimitBreachError(
-                f"step {step} was not begun: {excess}. Nothing was updated. Free it, have it before memfit.fit, raise the limit, or fit with store= and "
-                'on_breach="replan"',
-                phase="step",
-                where="before the step",
-                torn=False,
-            )
 
     def lift(self) -> None:
         """Takes the kernel's limit off."""
@@ -210,12 +210,39 @@ class Room:
             self._allocator.set_pool_limit(max(0, stats.pooled_bytes - missing))
             self._allocator.set_pool_limit(before)
 
-    def _fits(self, peak_bytes: int) -> bool:
+    def _fits(self, peak_bytes: int, others_bytes: int) -> bool:
+        needed = peak_bytes + others_bytes + self._rounding_bytes(peak_bytes)
         # Before a first step, the libraries' growth in it is still to come.
-        return peak_bytes <= self.left_bytes and (self._has_stepped or peak_bytes <= self.planned_bytes)
+        return needed <= self.left_bytes and (self._has_stepped or peak_bytes <= self._planned_beside(others_bytes))
+
+    def _planned_beside(self, others_bytes: int) -> int:
+        """Bytes that a step which never ran may be predicted to take beside so many of others."""
+        planned = self._limit_bytes - self._at_arming - self._planned_others_bytes - self._reserve_bytes
+        grown = self._users_bytes + others_bytes - self._planned_others_bytes
+        return planned - max(0, grown - _SMALL_GROWTH_BYTES)
+
+    def _rounding_bytes(self, peak_bytes: int) -> int:
+        """Bytes that the allocator holds for live tensors above theirs: now, and of a step."""
+        stats = self._allocator.stats()
+        rounded = stats.mapped_bytes - stats.pooled_bytes - stats.live_bytes
+        return rounded + min(int(_ROUNDING_SHARE * peak_bytes), _MOST_ROUNDING_BYTES)
 
     def _note_users(self) -> None:
         now = self._outside_bytes()
         self._users_bytes += now - self._last
         self._most_growth_bytes = max(self._most_growth_bytes, now - self._last)
         self._last = now
+
+
+def excess_text(peak_bytes: int, left_bytes: int, limit_bytes: int, others_bytes: int) -> str:
+    """Says that a step does not fit what is left of a limit, by how much, and what tensors are in
+    its way.
+    """
+    left = max(0, left_bytes)
+    beside = f", {format_bytes(peak_bytes - left)} too few"
+    if others_bytes >= MIB:
+        beside += (
+            f": {format_bytes(others_bytes)} are alive in tensors that are not this job's (batches, queues, features that are kept, what another job "
+            "has saved for its backward)"
+        )
+    return f"it is predicted to take {format_bytes(peak_bytes)} of tensors, and {format_bytes(left)} are left of the limit of {format_bytes(limit_bytes)}{beside}"

@@ -207,6 +207,11 @@ class Prepared:
         """Predicted peak of the device in a forward pass."""
         return predict(self.evaluation).peak_bytes
 
+    @cached_property
+    def lasting_bytes(self) -> int:
+        """Predicted bytes that the user's program keeps from one step to the next."""
+        return sum(s.nbytes for s in self.profile.traces[self.rows].storages if s.is_lasting)
+
     @property
     def resting_bytes(self) -> int:
         """Predicted bytes of the device between two steps."""

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from memfit.allocator import Allocator
@@ -147,9 +148,22 @@ class StepRunner:
         if self._steps_here < 2:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
-        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
         self._lines_began_s, self._lines_peak_bytes = time.perf_counter(), 0
         return prepared
+
+    def refuse_lines(self, prepared: Prepared, counted: Any) -> None:
+        """Refuses a forward and backward of lines that does not fit beside what lives now: what
+        they keep, and what another job has saved for a backward that is to come.
+
+        Args:
+            prepared: the window's step.
+            counted: tensors that its prediction counts.
+
+        Raises:
+            LimitBreachError: before anything was done.
+        """
+        others = partial(self.assembly.others_bytes, prepared, counted)
+        self.machine.hard_limit.refuse(prepared.peak_bytes, others, self.assembly.steps + 1)
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -267,7 +281,8 @@ class StepRunner:
     def _prepare(self, assembly: Assembly, batch: Any) -> CutBatch:
         """Prepares a step without moving anything: what fails here fails before any rank begins."""
         prepared = assembly.shapes.prepare(batch)
-        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
+        others = partial(assembly.others_bytes, prepared, batch)
+        self.machine.hard_limit.refuse(prepared.peak_bytes, others, assembly.steps + 1)
         return cut(assembly, prepared, batch)
 
     def _note_measured(self, recorder: StepRecorder | None, prepared: Prepared) -> None:
@@ -439,9 +454,10 @@ def _excess(assembly: Assembly, batch: Any, change: LimitChange | None) -> str |
     prepared, excess = assembly.shapes.try_batch(batch)
     if excess is not None:
         return excess
-    beside = assembly.machine.hard_limit.excess(prepared.peak_bytes)
+    others = partial(assembly.others_bytes, prepared, batch)
+    beside = assembly.machine.hard_limit.excess(prepared.peak_bytes, others)
     if beside is None and change is not None:
-        beside = limit_excess(assembly, prepared.peak_bytes, batch)
+        beside = limit_excess(assembly, prepared, batch)
     return None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
 
 

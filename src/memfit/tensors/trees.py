@@ -6,7 +6,7 @@ In: any nesting of lists, tuples, dictionaries and dataclasses. Out: its tensors
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,25 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def spanned_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of a device that tensors span, as a trace counts inputs: of a view, the part of its
+    storage from its first element to its last. What shares a storage spans at most all of it.
+
+    Args:
+        tensors: those elsewhere, and what is sparse, count nothing.
+        device: where they are looked for.
+    """
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if tensor.layout is not torch.strided or tensor.device != device or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        _, before = storages.get(storage.data_ptr(), (storage, 0))
+        storages[storage.data_ptr()] = storage, before + (last + 1) * tensor.itemsize
+    return sum(min(nbytes, storage.nbytes()) for storage, nbytes in storages.values())
 
 
 def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
