@@ -595,18 +595,20 @@ def test_programs_whose_shapes_follow_from_data_are_refused_or_traced_for_real_a
     assert list(found.traces) == [2, 3, 6]
 
 
-@pytest.mark.parametrize("lack", ["none is free", "the limit"])
+@pytest.mark.parametrize("lack", ["none is free", "the limit", "what the limit leaves"])
 def test_sizes_that_do_not_fit_are_not_traced_for_real(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lack == "none is free":
         monkeypatch.setattr("memfit.profiling.trace._free_bytes", lambda _: 0)
+    # Beside the gradients of the layer, 4 MiB, and what is made of each row.
+    left: Any = (lambda: 4 << 20) if lack == "what the limit leaves" else lambda: None
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if lack == "the limit" and len(batch) > 3 and type(batch) is torch.Tensor:
             raise torch.OutOfMemoryError
         return _of_large_ones(model, batch)
 
-    found = traced((nn.Sequential(nn.Linear(1024, 1024)), loss, torch.randn(6, 1024)), rows=[6, 2, 3])
-    assert list(found.traces) == ([2] if lack == "none is free" else [2, 3])
+    found = traced((nn.Sequential(nn.Linear(1024, 1024)), loss, torch.randn(6, 1024)), rows=[6, 2, 3], left_bytes=left)
+    assert list(found.traces) == ([2, 3] if lack == "the limit" else [2])
 
 
 def test_optimizer_state_is_summed_by_block_and_unknown_names_are_refused() -> None:

@@ -310,6 +310,7 @@ def fit(
                 aside=loaded.aside,
                 numerics=numerics,
                 workspaces=workspaces_of(machine),
+                left_bytes=machine.left_bytes,
             )
             load_bytes = loaded.load_bytes
             if compile is not None:

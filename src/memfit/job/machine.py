@@ -179,6 +179,11 @@ class Machine:
         """
         return self.meter.live_bytes() - spanned_bytes(counted, self.device)
 
+    def left_bytes(self) -> int | None:
+        """Returns what the limit leaves to tensors beside all that is there; None without one."""
+        limit, reserve = self.limits.device_bytes, RESERVE_BYTES if self.counts_process else 0
+        return None if limit is None else limit - self.base_bytes() - self.meter.live_bytes() - reserve
+
     def reserve_bytes(self) -> int:
         """Returns what plans leave free beside tensors and what the process held when they were
         made.

@@ -67,6 +67,8 @@ class Problem:
         workspaces: memory that operations take inside, from a table or measured.
         cut: the way in which batches are cut.
         compiled: blocks that torch.compile compiles; None: nobody asked.
+        left_bytes: tells what a limit leaves to a real step that a trace makes; None: there is
+            none.
     """
 
     model: nn.Module
@@ -79,6 +81,7 @@ class Problem:
     workspaces: Workspaces = field(default_factory=workspaces_of)
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
     compiled: CompiledBlocks | None = None
+    left_bytes: Callable[[], int | None] = lambda: None
     is_for_accelerator: bool | None = None
     """Plans are for a described machine whose device is an accelerator, or is not; None: for the
     machine that the model lies on.
@@ -231,6 +234,7 @@ class Problem:
             "parts": parts, "whole_rows": rows, "compute_dtype": compute, "workspaces": self.workspaces,
             "checks_repeat": checks_repeat and like is None, "counts_python": like is None,
             "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "program": self.loss, "suffices": None, "smaller": smaller,
+            "left_bytes": self.left_bytes,
         }  # fmt: skip
 
         def completed(found: Profile) -> Profile:

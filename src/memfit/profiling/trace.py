@@ -19,6 +19,7 @@ allocator's rounding, libraries' own caches and compiled code are not seen.
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ def profile_step(
     counts_python: bool = True,
     program: Any = None,
     suffices: Callable[[Profile], bool] | None = None,
+    left_bytes: Callable[[], int | None] = lambda: None,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -107,6 +109,7 @@ def profile_step(
             None: the loss.
         suffices: asked once the largest size is traced, without data, whether its profile alone is
             enough; if so the others are not traced. None: all are.
+        left_bytes: tells what a limit leaves to real steps beside what lives; None: there is none.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call
@@ -121,11 +124,7 @@ def profile_step(
         AwayError: a real trace was asked for while weights are away.
     """
     whole = batch_rows(batch) if whole_rows is None else whole_rows
-    if parts is None:
-        sizes = sorted(set(rows)) if rows is not None else [whole]
-        if not sizes or sizes[0] < 1 or sizes[-1] > whole:
-            raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
-        parts = {size: batch if size == whole else slice_batch(batch, 0, size) for size in sizes}
+    parts = _first_rows(batch, whole, rows) if parts is None else parts
     sizes = sorted(parts)
     setting = TraceSetting(
         model=model,
@@ -138,6 +137,7 @@ def profile_step(
         program=loss if program is None else program,
         checks_repeat=checks_repeat,
         counts_python=counts_python,
+        left_bytes=left_bytes,
     )
     _check_known_parameters(setting)
     _check_dense(setting)
@@ -164,6 +164,14 @@ def profile_step(
     traced, source, reason = _trace_sizes(setting, sizes, trace, largest)
     more = _smaller_ones(setting, smaller, traced[0]) if source == "fake" and not reason else []
     return assembled([*traced, *more], source, reason)
+
+
+def _first_rows(batch: Any, whole: int, rows: Sequence[int] | None) -> dict[int, Any]:
+    """Returns the first rows of a batch, in each size that is asked for. Raises `UsageError`."""
+    sizes = sorted(set(rows)) if rows is not None else [whole]
+    if not sizes or sizes[0] < 1 or sizes[-1] > whole:
+        raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
+    return {size: batch if size == whole else slice_batch(batch, 0, size) for size in sizes}
 
 
 def _unless_it_fails(traced: Callable[[], Traced]) -> Traced | None:
@@ -257,13 +265,16 @@ def _trace_real(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
     no candidate for a plan.
 
     A size is tried where its step, in proportion to the one before, takes at most half of the
-    memory that is free; an armed limit may refuse it all the same.
+    memory that is free, and fits what a limit leaves: what one that fills the limit brings into the
+    process beside its tensors would pass it.
     """
     traced = [_trace_one(setting, sizes[0], is_fake=False)]
     calls = [(call.site, call.blocks) for call in traced[0].profile.calls]
     for rows in sizes[1:]:
-        before = traced[-1].profile
-        if before.plain_peak_bytes * rows / before.rows > _SHARE_OF_FREE * _free_bytes(setting.model):
+        gc.collect()  # what the step before left in cycles
+        before, left = traced[-1].profile, setting.left_bytes()
+        needed = before.plain_peak_bytes * rows / before.rows
+        if needed > _SHARE_OF_FREE * _free_bytes(setting.model) or (left is not None and needed > left):
             break
         try:
             found = _trace_one(setting, rows, is_fake=False)
@@ -272,6 +283,7 @@ def _trace_real(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
         if [(call.site, call.blocks) for call in found.profile.calls] != calls:
             break  # which calls are made follows from the data
         traced.append(found)
+    gc.collect()
     return traced
 
 

@@ -66,6 +66,7 @@ class TraceSetting:
     checks_repeat: bool = True
     counts_python: bool = True
     guesses: bool = False
+    left_bytes: Callable[[], int | None] = lambda: None
 
     @property
     def whole(self) -> Any:
