@@ -28,7 +28,7 @@ MAY_STAY: dict[str, str] = {
     "allocator/compiling.py:_key": PACKAGE,
     "allocator/compiling.py:prebuilt_name": PACKAGE,
     "allocator/kernel.py:_file_systems": KERNEL,
-    "allocator/kernel.py:drop_mapped_files": KERNEL,
+    "allocator/kernel.py:_mapped_files": KERNEL,
     "allocator/procfs.py:descendants": KERNEL,
     "allocator/procfs.py:read_shares": KERNEL,
     "allocator/procfs.py:read_status": KERNEL,
