@@ -87,8 +87,8 @@ class _Choosing:
             if left.tensor_bytes is None or peak <= left.tensor_bytes:
                 return chosen, left
             if attempt == _MOST_CHOICES:
-                last = "the plan that was found last"
-                raise Refusal(budget=left, peak_bytes=peak, plan=last, report="", advice=_ADVICE, varies=True).error()
+                name = chosen.found.name
+                raise Refusal(budget=left, peak_bytes=peak, plan=name, report="", advice=_ADVICE, varies=True).error()
             missing += peak - left.tensor_bytes
             del chosen
             gc.collect()  # what was looked at goes: the next search takes its place

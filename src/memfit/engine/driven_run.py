@@ -206,8 +206,8 @@ class DrivenRun(StepRun):
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "a gradient of a gradient was asked for (create_graph=True): weights travel with one backward, and are away when the second one reads them. Use "
-                "job.step, or a plan that keeps all weights on the device, outside of job.lines()"
+                "a gradient of a gradient was asked for (create_graph=True): weights travel with one backward, and are away when the second one reads them. "
+                "memfit trains no such loss yet: close the job, which makes the model ordinary again, and train it in plain PyTorch"
             )
         # Off first: calls that are run in backward are not the lines'.
         self.calls.running = None

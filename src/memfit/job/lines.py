@@ -101,7 +101,7 @@ class Lines:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        unused = self.backwards
+        unused, is_planned = self.backwards, self._run is not None
         with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.lines"):
             self._installed.close()
             self._give_up()
@@ -115,7 +115,10 @@ class Lines:
             )
         if error is not None and is_refusal(error) and not isinstance(error, MemfitError):
             raise LimitBreachError(
-                self._breach_text(error), phase="step", where=self._assembly.engine.at, torn=False
+                self._breach_text(error, is_planned=is_planned),
+                phase="step",
+                where=self._assembly.engine.at,
+                torn=False,
             ) from error
 
     def _stop_serving(self) -> None:
@@ -133,12 +136,16 @@ class Lines:
                     found.append(get_gradient_edge(slot.parameter).node)
         return found
 
-    def _breach_text(self, error: BaseException) -> str:
+    def _breach_text(self, error: BaseException, *, is_planned: bool) -> str:
         limit = self._assembly.machine.limits.device_bytes
+        way = (
+            "Try a smaller batch, or a larger limit; batches larger than the sample that memfit.fit was given were not planned for"
+            if is_planned
+            else "No planned forward was under way: memfit places no memory around other work (per-sample gradients, vmap). Do less at once, or raise the limit"
+        )
         return (
             f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit in lines of yours, behind '{self._assembly.engine.at}': "
-            f"{refusal_words(error)} Nothing was updated since the last optimizer.step(). Try a smaller batch, or a larger limit; batches larger than the "
-            "sample that memfit.fit was given were not planned for"
+            f"{refusal_words(error)} Nothing was updated since the last optimizer.step(). {way}"
         )
 
     # --- forward ---------------------------------------------------------------------------------

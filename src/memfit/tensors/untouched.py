@@ -16,6 +16,7 @@ like: nobody reads their bytes by it.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def _is_number(value: Any) -> bool:
 
 def refused_change(name: str, block: str, what: str) -> UnsupportedError:
     """The error for a parameter that was changed."""
+    remark = " (bitsandbytes' Linear4bit repacks its weights when it is evaluated on some CPUs: set support_avx512bf16_for_cpu=False on such layers.)"
     return UnsupportedError(
         f"the weight {name!r} {what} while it was here: only values that are changed in place stay, so the change would be lost (it was taken back). Write "
-        f"`parameter.copy_(...)` inside `with job.weights({block!r}):` between steps. (bitsandbytes' Linear4bit repacks its weights when it is evaluated on some "
-        "CPUs: set support_avx512bf16_for_cpu=False on such layers.)"
+        f"`parameter.copy_(...)` inside `with job.weights({block!r}):` between steps.{remark if 'bitsandbytes' in sys.modules else ''}"
     )

@@ -1,0 +1,365 @@
+"""Refusals that name a cure: each cure that is listed here is followed, and works.
+
+Refusals are collected from the source. A new one has a case here, or a line in `advice_not_followed.txt`, which only gets shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.saved_policies import Saved
+from memfit.core.tiers import Tier
+
+SOURCE = Path(memfit.__file__).parent
+ROOMS = ["engine", "activations", "homes", "tensors", "job", "profiling", "optimizers", "api", "batches", "huggingface"]
+ERRORS = [
+    "UsageError",
+    "UnsupportedError",
+    "PlanError",
+    "DoesNotFitError",
+    "AwayError",
+    "LimitBreachError",
+    "TornStepError",
+]
+CURE = re.compile(
+    r"(?:^|[.:;,(] ?|\bor |\band |\bto )(?:use|call|try|give|run|return|leave|make|write|plan|change|close|hold|note|train|fit|load|save|build|name|set|put|take|"
+    r"cut|pass|raise|move|keep|say|repeat|clone|clip|let|begin|go)\b",
+    re.IGNORECASE,
+)
+NOT_FOLLOWED = Path(__file__).with_name("advice_not_followed.txt")
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+ON_DISK = Plan(blocks={"0": DISK, "2": DISK})
+
+
+def texts(node: ast.AST, constants: dict[str, str]) -> str:
+    found = (
+        n.value if isinstance(n, ast.Constant) else constants.get(n.id, "") if isinstance(n, ast.Name) else ""
+        for n in ast.walk(node)
+    )
+    return "".join(text for text in found if isinstance(text, str))
+
+
+def refusals() -> Iterator[str]:
+    """Yields each refusal that names a cure: its file, and the beginning of its text without what is filled in."""
+    for path in (path for room in ROOMS for path in sorted((SOURCE / room).rglob("*.py"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            node.targets[0].id: texts(node.value, {})
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
+                text = texts(node.args[0], constants)
+                if CURE.search(text):
+                    yield f"{path.relative_to(SOURCE).as_posix()}: {' '.join(text.split())[:400]}"
+
+
+CASES: dict[tuple[str, str], Callable[[Scene], None]] = {}
+
+
+def follows(path: str, text: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    """Registers the case of a refusal by its file and a part of its text."""
+
+    def register(case: Callable[[Scene], None]) -> Callable[[Scene], None]:
+        CASES[path, text] = case
+        return case
+
+    return register
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+class Scene:
+    """A model, its optimizer, and jobs that are closed at the end."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory, self._stack = directory, stack
+        self.words = ""
+        self.begin()
+
+    def begin(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def fit(self, function: Any = loss, **wishes: Any) -> memfit.Job:
+        job = memfit.fit(self.model, self.optimizer, function, BATCH, **wishes)
+        self._stack.callback(lambda: job.close(restore=False, commit=False))
+        return job
+
+    def refused(self, act: Callable[[], object]) -> None:
+        with pytest.raises(memfit.MemfitError) as found:
+            act()
+        self.words = str(found.value)
+
+    def trains_as(self, body: Callable[[nn.Module], None]) -> None:
+        """Compares the model with one that a plain loop has trained by the same body once."""
+        mine = [p.detach().clone() for p in self.model.parameters()]
+        self.begin()
+        body(self.model)
+        self.optimizer.step()
+        for one, other in zip(mine, self.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def penalized(model: nn.Module) -> Tensor:
+    batch = BATCH.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+@follows("engine/driven_run.py", "a gradient of a gradient was asked for")
+def a_penalty_trains_in_plain_pytorch(s: Scene) -> None:
+    job = s.fit(lines=True)
+    with job.lines():
+        s.refused(lambda: penalized(s.model))
+    job.close()
+    penalized(s.model).backward()
+    s.optimizer.step()
+    s.trains_as(lambda model: penalized(model).backward())
+
+
+def perturbed(model: nn.Module, batch: Tensor) -> Tensor:
+    batch = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(model, batch), batch)
+    return loss(model, (batch + 0.1 * slope.sign()).detach())
+
+
+@follows("profiling/trace_run.py", "the loss runs a backward of its own")
+def a_backward_whose_gradients_are_numbers_runs_in_a_loop(s: Scene) -> None:
+    s.refused(lambda: s.fit(perturbed))
+    s.begin()
+    with s.fit(lines=True) as job, job.lines():
+        perturbed(s.model, BATCH).backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    s.trains_as(lambda model: perturbed(model, BATCH).backward())
+
+
+@follows("tensors/one_call.py", "which is under way in this thread")
+def a_wish_is_fulfilled_at_the_end_of_the_body(s: Scene) -> None:
+    job, wishes = s.fit(), list[bool]()
+
+    def saving(model: nn.Module, batch: Tensor) -> Tensor:
+        if jobs:
+            s.refused(lambda: jobs[0].save(s.directory / "saved"))
+            wishes.append(True)
+        return loss(model, batch)
+
+    job.close()
+    jobs: list[memfit.Job] = []
+    jobs.append(s.fit(saving))
+    jobs[0].step(BATCH)
+    assert wishes
+    assert jobs[0].save(s.directory / "saved").directory.is_dir()
+
+
+@follows("tensors/one_call.py", "one call at a time")
+def a_lock_around_both_calls_lets_both_go_through(s: Scene) -> None:
+    job, errors, lock = s.fit(), list[str](), threading.Lock()
+
+    def evaluate() -> None:
+        try:
+            job.evaluate(BATCH)
+        except memfit.MemfitError as error:
+            errors.append(str(error))
+
+    def meet(_: object) -> None:
+        other = threading.Thread(target=evaluate)
+        other.start()
+        other.join()
+
+    handle = job.on_update("0", meet)
+    job.step(BATCH)
+    handle.remove()
+    s.words = errors.pop()
+    errors.clear()
+
+    def locked() -> None:
+        with lock:
+            evaluate()
+
+    thread = threading.Thread(target=lambda: [locked() for _ in range(5)])
+    thread.start()
+    for _ in range(5):
+        with lock:
+            job.step(BATCH)
+    thread.join()
+    assert not errors
+
+
+@follows("tensors/one_call.py", "in a forked process")
+def a_child_has_a_job_of_its_own(s: Scene) -> None:
+    job = s.fit()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        code = 1
+        try:
+            s.refused(lambda: job.step(BATCH))
+            os.write(write, s.words.encode())
+            s.begin()
+            with memfit.fit(s.model, s.optimizer, loss, BATCH) as own:
+                code = 0 if own.step(BATCH).is_finite else 2
+        finally:
+            os._exit(code)
+    os.close(write)
+    s.words = os.read(read, 2000).decode()
+    os.close(read)
+    _, status = os.wait()
+    assert status == 0
+
+
+@follows("job/saved_job.py", "job.weights() is still open")
+def a_step_behind_weights(s: Scene) -> None:
+    job = s.fit(plan=ON_DISK)
+    with job.weights():
+        s.refused(lambda: job.step(BATCH))
+    assert job.step(BATCH).is_finite
+
+
+@follows("job/job.py", "job.close() is called inside of")
+def a_close_behind_inference(s: Scene) -> None:
+    job = s.fit()
+    with job.inference():
+        s.refused(job.close)
+    job.close()
+    assert "closed" in repr(job)
+
+
+@follows("job/job.py", "job.lines() is still open where")
+def a_step_behind_lines(s: Scene) -> None:
+    job = s.fit(lines=True)
+    with job.lines():
+        s.refused(lambda: job.step(BATCH))
+    assert job.step(BATCH).is_finite
+
+
+@follows("job/lines.py", "job.lines() is open already")
+def lines_behind_lines(s: Scene) -> None:
+    job = s.fit(lines=True)
+    with job.lines():
+        s.refused(lambda: job.lines().__enter__())
+    with job.lines() as lines:
+        loss(s.model, BATCH).backward()
+        s.optimizer.step()
+    assert lines.steps == 1
+
+
+@follows("job/lines.py", "the job was planned for job.step")
+def a_job_for_lines(s: Scene) -> None:
+    job = s.fit()
+    s.refused(lambda: job.lines().__enter__())
+    job.close()
+    job = s.fit(lines=True)
+    with job.lines():
+        loss(s.model, BATCH).backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    assert job.steps == 1
+
+
+@follows("job/lines.py", "these lines call a part of the model")
+def parts_of_a_model_inside_of_a_forward(s: Scene) -> None:
+    calls = (CallPlan(saved=Saved.RECOMPUTE),) * 2
+
+    def by_parts(model: Any) -> None:
+        model[2](model[1](model[0](BATCH))).square().mean().backward()
+
+    job = s.fit(lines=True, plan=Plan(calls=calls))
+    with job.lines() as lines:
+        s.refused(lambda: by_parts(s.model))
+        with lines.forward(BATCH):
+            found = loss(s.model, BATCH)
+        found.backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    job.close()
+    s.trains_as(lambda model: loss(model, BATCH).backward())
+    s.begin()
+    kept = s.fit(lines=True, plan=Plan())
+    with kept.lines():
+        by_parts(s.model)
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    kept.close()
+    s.trains_as(by_parts)
+
+
+@follows("homes/gradient_standins.py", "Call zero_grad() and loss.backward() before")
+def a_step_behind_a_backward(s: Scene) -> None:
+    job = s.fit(lines=True, plan=ON_DISK)
+    with job.lines() as lines:
+        loss(s.model, BATCH).backward()
+        s.optimizer.step()
+        s.refused(s.optimizer.step)
+        s.optimizer.zero_grad()
+        loss(s.model, BATCH).backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+        assert lines.steps == 2
+
+
+@follows("job/job_facts.py", "fit(keep_gradients=True) keeps them readable")
+def gradients_that_are_kept(s: Scene) -> None:
+    job = s.fit()
+    s.refused(lambda: job.gradient("0.weight"))
+    job.close()
+    job = s.fit(keep_gradients=True)
+    job.step(BATCH)
+    assert job.gradient("0.weight") is not None
+
+
+@follows("job/job_facts.py", "memfit.fit makes a new job")
+def a_new_job(s: Scene) -> None:
+    job = s.fit()
+    job.close()
+    s.refused(lambda: job.step(BATCH))
+    assert s.fit().step(BATCH).is_finite
+
+
+@follows("job/watching.py", "give None instead of a name")
+def all_blocks_watched(s: Scene) -> None:
+    job, seen = s.fit(), list[str]()
+    s.refused(lambda: job.on_update("no such block", print))
+    job.on_update(None, lambda piece: seen.append(piece.name))
+    job.step(BATCH)
+    assert {"0.weight", "2.bias"} <= {*seen}
+
+
+def case_of(refusal: str) -> tuple[str, str] | None:
+    path, text = refusal.split(": ", 1)
+    return next((key for key in CASES if key[0] == path and key[1] in text), None)
+
+
+@pytest.mark.parametrize("key", CASES, ids=lambda key: CASES[key].__name__)
+def test_the_cure_that_a_refusal_names_works(key: tuple[str, str], tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        CASES[key](scene)
+    assert key[1] in scene.words
+
+
+def test_a_refusal_that_names_a_cure_has_a_case_or_is_a_known_debt() -> None:
+    debt = {line for line in NOT_FOLLOWED.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
+    found = [*refusals()]
+    open_ones = {one.split(": ", 1)[1] for one in found if case_of(one) is None}
+    assert open_ones - debt == set(), "follow the cure in a case here"
+    assert debt - open_ones == set(), "take these lines out of advice_not_followed.txt"
+    assert len(found) > 150
