@@ -393,6 +393,18 @@ class WindowGradients:
         """Returns the parameters that have a gradient."""
         return [slot for slot in self._slots if self._gradients.has(slot)]
 
+    def are_left(self) -> bool:
+        """Tells whether there are gradients that an update would use: none where the lines zeroed
+        them, or where infinities make a `GradScaler` skip the update.
+        """
+        self._stand_ins.heed()
+        left = [(b, s, self._gradients.here.of(s)) for b in self._blocks for s in b.slots if self._gradients.has(s)]
+        is_finite = (
+            self._gradients.is_finite_apart(block, slot) if gradient is None else bool(gradient.isfinite().all())
+            for block, slot, gradient in left
+        )
+        return any(gradient is None or bool(gradient.any()) for *_, gradient in left) and all(is_finite)
+
     def spend(self, slots: Iterable[ParameterSlot], why: str = _USED) -> None:
         """Marks gradients as given up, and says why."""
         self._stand_ins.spend(slots, why)

@@ -80,6 +80,12 @@ class Lines:
         self._outputs: list[tuple[torch.Tensor, int]] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lines:
+        return _idle_lines()  # of hooks: a copy of the model is an ordinary model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_lines, ()  # one that is pickled too
+
     # --- the context -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -105,6 +111,8 @@ class Lines:
         with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.lines"):
             self._installed.close()
             self._give_up()
+            if error is None and unused and not self._gradients.are_left():
+                unused = 0
             self._gradients.end()
         if error is None and unused:
             warnings.warn(
@@ -351,6 +359,13 @@ class Lines:
         self.departures = tuple(outcome.departures)
         self._gradients.spend(used)
         self._runner.end_lines_step(prepared, recorder)
+
+
+def _idle_lines() -> Lines:
+    """Makes lines whose hooks do nothing."""
+    lines = object.__new__(Lines)
+    lines._is_scoped, lines._run = True, None
+    return lines
 
 
 def _recording_update(

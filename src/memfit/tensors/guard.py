@@ -106,8 +106,8 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
             f"'{name}' needs the values of the weight {weight!r}, which has none yet: its model was built by memfit.empty, and memfit.fit gives each weight "
             "its values when its block moves home. To change them before, do it in the function that builds the model"
         )
-    # What state_dict() and averages of weights call first.
-    beside = ". To save, job.save(directory); to average, memfit.MemfitEma(job)" if name == "detach" else ""
+    # What state_dict(), copies of a model and averages of weights call first.
+    beside = ". To save, job.save(directory); to average, memfit.MemfitEma(job)" if name in ("detach", "data") else ""
     raise AwayError(
         f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "
         f"Put `with job.weights({block!r}):` around it (job.weights() brings all), or job.close() before it{beside}"
