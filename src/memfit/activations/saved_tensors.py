@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from memfit.tensors.write_marks import address_of
+
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
 
 TRY_ANOTHER_POLICY = "plan saved='keep' or 'offload' for this call"
@@ -64,7 +66,7 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
     storage = plain_storage(tensor)
     if storage is None or tensor.device.type != "cpu" or not tensor.numel() or not storage.nbytes():
         return None
-    width, begin = tensor.element_size(), tensor.data_ptr()
+    width, begin = tensor.element_size(), address_of(tensor)
     dims = list(zip(tensor.shape, tensor.stride(), strict=True))
     places = (sum((size - 1) * part // 3 * stride for size, stride in dims) for part in range(4))
     return b"".join(ctypes.string_at(begin + place * width, width) for place in places)

@@ -77,6 +77,11 @@ class Checkpointer:
     def note_changed(self, blocks: Iterable[int]) -> None:
         """Marks what rests of these blocks, by index, as newer than the last commit."""
 
+    def note_changed_between(self, blocks: Iterable[int]) -> None:
+        """Does as `note_changed` for changes between two steps, which belong to the one that ended
+        last.
+        """
+
     def check_changeable(self, block: BlockWeights, *, is_deciding: bool) -> None:
         """Refuses a change of a block between two steps that could not be committed.
 
@@ -272,6 +277,11 @@ class RunCheckpointer(Checkpointer):
     def note_changed(self, blocks: Iterable[int]) -> None:
         """See `Checkpointer.note_changed`."""
         self.copies.note_changed(blocks)
+
+    def note_changed_between(self, blocks: Iterable[int]) -> None:
+        """See `Checkpointer.note_changed_between`."""
+        if self.copies.note_changed(blocks):
+            self.run.committed.advance(())  # the step that ended last is to be committed again
 
     def check_changeable(self, block: BlockWeights, *, is_deciding: bool) -> None:
         """See `Checkpointer.check_changeable`."""

@@ -62,10 +62,14 @@ class StoreCopies:
         """Bytes that a commit copies at most."""
         return sum(home.nbytes for _, home in self._homes().values())
 
-    def note_changed(self, blocks: Iterable[int]) -> None:
-        """Marks the homes in memory of these blocks as newer than the store."""
+    def note_changed(self, blocks: Iterable[int]) -> bool:
+        """Marks the homes in memory of these blocks as newer than the store. Returns True if there
+        are any.
+        """
         chosen = set(blocks)
-        self._changed |= {region for region, (block, _) in self._homes().items() if block in chosen}
+        changed = {region for region, (block, _) in self._homes().items() if block in chosen}
+        self._changed |= changed
+        return bool(changed)
 
     def write(self) -> list[str]:
         """Writes what changed since the last commit, and the model's buffers, to the spare slots.

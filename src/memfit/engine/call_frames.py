@@ -48,7 +48,7 @@ class CallFrames:
         self._device = device
         self._writes = Writes()
         self._offloader = Offloader(pools, device=device, writes=self._writes) if pools else None
-        self._weights = {block.storage._cdata for block in blocks}
+        self._blocks = tuple(blocks)
         self._staying: set[int] = set()
         self._calls: Sequence[CallProfile] = ()
         self._group_of: dict[int, int] = {}
@@ -81,7 +81,9 @@ class CallFrames:
             if last > first
             for call in range(first, last + 1)
         }
-        self._staying = self._weights | {t.untyped_storage()._cdata for t in staying}
+        # Each step anew: a storage that NumPy has seen is left to it.
+        self._staying = {block.storage._cdata for block in self._blocks}
+        self._staying.update(t.untyped_storage()._cdata for t in staying)
 
     def watching(self) -> AbstractContextManager[None]:
         """Returns the context of a microbatch's forward, which watches for changes in place of

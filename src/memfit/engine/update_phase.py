@@ -15,7 +15,7 @@ from memfit.core.step import UpdatePlace
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.homes.updates import UpdateWorker
-from memfit.homes.weights import BlockWeights
+from memfit.homes.weights import BlockWeights, check_unwritten
 
 
 class UpdatePhase:
@@ -87,9 +87,26 @@ class UpdatePhase:
         # A visit that nobody waited for, because its call was left out: what still arrives would
         # overwrite what is updated in place.
         block.wait()
+        self._keep_written(block, is_decided=after is not DONE)
         self._updating[b] = self._updates.submit(
             block, after, is_beside=after is not DONE or place is not UpdatePlace.AT_ONCE
         )
+
+    def _keep_written(self, block: BlockWeights, *, is_decided: bool) -> None:
+        """Writes home what the user's code wrote to a block that is here, before its update: from
+        here on the engine writes.
+
+        Refused where the update would not see it: a step that is decided is made from its journal,
+        and what is written to a spare slot is read in the next step.
+        """
+        masters = block.master_home
+        reads_at_home = block.has_masters or block.updates_on_host
+        if is_decided or (reads_at_home and masters is not None and masters.has_spare_slot):
+            check_unwritten(block)
+        written = block.written_since_watch()
+        leaving = block.write_home(written) if written else None
+        if leaving is not None:
+            leaving.wait()
 
     def spread(self, b: int) -> None:
         """Begins to give all processes the new weights that this one has made of a block, once its

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memfit.core.errors import UnsupportedError
 from memfit.homes.weights import BlockWeights, check_untouched
 
 
@@ -37,13 +36,12 @@ class Visits:
         self._wait_on_device = wait_for_update if wait_on_device is None else wait_on_device
         self._depart = depart
         self._on_demand: set[int] = set()
-        self._versions: dict[int, tuple[int, ...]] = {}
 
     def fetch(self, b: int) -> None:
         """Begins a visit that the schedule asks for."""
         # Before the bytes come: until the update is through, its home has those of before it.
         self._wait_for_update(b)
-        self._begin(b)
+        self._blocks[b].fetch()
         self._on_demand.discard(b)
 
     def release(self, b: int) -> None:
@@ -58,21 +56,7 @@ class Visits:
         block = self._blocks[b]
         # Before the release: afterwards nothing shows what the model's code wrote.
         check_untouched([block])
-        before = self._versions.pop(b, None)
-        if before is not None and block.travels and block.versions() != before:
-            name = next(s.name for s, old in zip(block.slots, before, strict=True) if s.parameter._version != old)
-            raise UnsupportedError(
-                f"the model's code changed the weight {name!r} in place while it visited; the change would be lost, since only updates go home. Change weights "
-                f"between steps, inside `with job.weights({block.name!r}):`"
-            )
         block.release()
-
-    def _begin(self, b: int) -> None:
-        block = self._blocks[b]
-        if not block.is_here:
-            # When the visit begins: `release` compares, and a write in between would be lost.
-            self._versions[b] = block.versions()
-        block.fetch()
 
     def ensure(self, blocks: Sequence[int], *, is_foreseen: bool = False) -> None:
         """Makes sure that the blocks' weights are here. Those that had to be fetched now are
@@ -85,7 +69,7 @@ class Visits:
                     self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
                 # As for a visit of the schedule, which would have waited too.
                 self._wait_for_update(b)
-                self._begin(b)
+                block.fetch()
                 self._on_demand.add(b)
             # Also for a visit that is under way: code is about to read the bytes.
             block.wait()

@@ -9,7 +9,18 @@ and fills it in one transfer; release takes the bytes away (`resize_(0)`). The s
 stays, so whatever autograd saved (the weight, its transpose, any view) finds the bytes again at the
 next visit: saved references cost nothing and nothing is saved twice. `resize_` and a transfer into
 the storage do not touch version counters, so autograd's in-place check keeps working on what the
-user does.
+user does. A storage that NumPy has seen, or that lies in shared memory, cannot be resized: it stays
+with whoever holds it, and the block goes on with a new one.
+
+[Note: did a weight change?]
+What the user's code writes to a weight that has a copy elsewhere would be lost. Nobody asks version
+counters alone, which most roads pass by. `job.weights()` compares checksums of all bytes from
+before and after. While a block visits, a mark on its storage (`tensors.write_marks`) proves that
+nobody wrote; where the mark is gone the bytes are compared with those at home. A block whose
+kernels ask for writable memory at every visit and never write is compared ever more seldom, so that
+its reads do not cost twice; its version counters are asked each time. Marks end where an update of
+the engine begins. Weights that rest on the device are marked while they have masters, or a store:
+what differs from its master becomes the master, and the next commit writes it.
 
 [Note: masters]
 With a compute dtype, a floating parameter is kept twice: its *master* in fp32, laid out like the
@@ -21,7 +32,7 @@ weight. Gradients add up in the master's dtype and layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +43,14 @@ from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.tiers import Tier
 from memfit.homes.home import ByteHome, TransferGroup, TransferHandle, write_tensor
 from memfit.homes.memory_order import dense_copy, dense_stride
+from memfit.store.checksums import checksum_of_memory
 from memfit.tensors.guard import mark_away, mark_present
-from memfit.tensors.trees import new_storage, typed_view
+from memfit.tensors.trees import bytes_view, new_storage, typed_view
 from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
+from memfit.tensors.write_marks import address_of, has_mark, put_mark, take_mark_off
+
+_COMPARED_BYTES = 1 << 20
+_FEW_ALARMS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +159,8 @@ class BlockWeights:
         self._is_here = True
         self._arriving: TransferHandle | None = None
         self._attributes: list[Kept] = []
+        self._watched_versions: tuple[int, ...] | None = None
+        self._false_alarms = 0
 
     @property
     def device(self) -> torch.device:
@@ -277,7 +295,9 @@ class BlockWeights:
                 parameter.grad = None  # it is of the compute dtype, as the values no longer are
             parameter.data = own.to(slot.given_dtype) if as_given else own
         # Behind the last parameter: where one cannot be read, the block is whole for another try.
-        self.storage.resize_(0)
+        take_mark_off(self.storage)
+        if not _is_held(self.storage):
+            self.storage.resize_(0)
         self._storage, self.home, self._masters = None, None, None
         self._is_here = True
 
@@ -325,6 +345,7 @@ class BlockWeights:
             raise
         for slot in self.slots:
             mark_present(slot.parameter)  # not before: what has not come must not be read
+        self.watch_writes()
 
     def release(self, *, forgets_arrival: bool = False) -> None:
         """Ends a visit: the device memory is freed. Changes must have been written home before.
@@ -349,13 +370,15 @@ class BlockWeights:
         # While bytes arrive the parameters refuse all questions, and nobody can have changed them.
         if not self._is_here or self._arriving is not None or self._storage is None:
             return None
-        begin, first = self._storage.data_ptr(), None
+        first: UnsupportedError | None = None
         for slot, kept in zip(self.slots, self._attributes, strict=True):
             p, what = slot.parameter, None
             if p.dtype != slot.dtype or p.shape != slot.shape:
                 what = f"became {tuple(p.shape)} of {p.dtype}, from {slot.shape} of {slot.dtype},"
-            elif slot.numel and (p.data_ptr() != begin + slot.offset_bytes or p.stride() != slot.stride):
+            elif slot.numel and not _lies_at(p, self._storage, slot):
                 what = "was given other memory (parameter.data = ...)"
+            elif self.travels and _is_in_shared_memory(self._storage):
+                what = "was put into memory that processes share"
             if what is not None:
                 p.data = slot.view(self._storage)  # while the buffer has bytes: not after a release
             attribute = changed_attribute(kept) if kept else None
@@ -366,35 +389,117 @@ class BlockWeights:
                 first = refused_change(slot.name, self.name, what)
         return first
 
-    def write_home(self, before: Sequence[int]) -> TransferHandle | None:
+    def write_home(self, changed: Collection[str]) -> TransferHandle | None:
         """Begins to write the visiting bytes home, after they were changed on the device. Changed
         parameters become the masters too.
 
         Args:
-            before: `versions()` from before the change.
+            changed: names of parameters.
         """
         # Masters are home on return; the weights' bytes must stay until the handle was waited for.
         if self._masters is not None:
-            for slot, old, new in zip(self.slots, before, self.versions(), strict=True):
-                if new != old:
+            for slot in self.slots:
+                if slot.name in changed:
                     write_masters(self._masters, slot, slot.parameter.data)
         if not self.travels:
             return None
         assert self.home is not None
         return self.home.write(0, self.nbytes, self.storage)
 
-    def versions(self) -> tuple[int, ...]:
-        """Returns the parameters' version counters: equal if no operation wrote in between."""
+    # --- writes of the user's, see [Note: did a weight change?] ----------------------------------
+
+    def begin_changes(self) -> dict[str, int]:
+        """Begins changes of the user's, which are kept: returns a checksum of each parameter's
+        bytes.
+        """
+        self._watched_versions = None
+        return {slot.name: _checksum(bytes_view(self.storage, slot.offset_bytes, slot.nbytes)) for slot in self.slots}
+
+    def changed_since(self, before: Mapping[str, int]) -> list[str]:
+        """Returns the names of parameters whose bytes are not those of `begin_changes`."""
+        now = self.begin_changes()
+        return [name for name in now if now[name] != before[name]]
+
+    def watch_writes(self) -> None:
+        """Begins to watch for writes of the user's, to bytes that are here and equal those at
+        home.
+        """
+        self._watched_versions = self._versions()
+        put_mark(self.storage)
+
+    @property
+    def may_be_written(self) -> bool:
+        """True if somebody may have written since the watch began; False if nobody watches."""
+        before = self._watched_versions
+        return before is not None and (before != self._versions() or not has_mark(self.storage))
+
+    def written_since_watch(self) -> list[str]:
+        """Ends the watch. Returns the names of parameters that the user's code has changed since,
+        and that have other values at home, or in their masters; none where nobody watched.
+        """
+        before, self._watched_versions = self._watched_versions, None
+        if before is None or not self._is_here or not (self.travels or self.has_masters):
+            return []
+        is_asked, is_counted = not has_mark(self.storage), before != self._versions()
+        # The engine writes next, in threads of its own.
+        take_mark_off(self.storage)
+        self._false_alarms += 1 if is_asked else -self._false_alarms
+        is_seldom = self._false_alarms > _FEW_ALARMS and self._false_alarms & (self._false_alarms - 1)
+        if not is_counted and (is_seldom or not is_asked):
+            return []
+        return [slot.name for slot in self.slots if any(self._differences(slot))]
+
+    def _versions(self) -> tuple[int, ...]:
         return tuple(slot.parameter._version for slot in self.slots)
+
+    def _differences(self, slot: ParameterSlot) -> Iterator[bool]:
+        """Compares a parameter's values here with those at home, or with this process's share of
+        them; of a block that rests here, with its masters. Yields whether pieces differ.
+        """
+        home, size = self.home, slot.dtype.itemsize
+        assert home is not None
+        begin, end = slot.offset_bytes, slot.offset_bytes + slot.nbytes
+        if home.is_shared:
+            first = -home.place(0)
+            begin, end = max(begin, first), min(end, first + home.own.nbytes)
+        for at in range(begin, end, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, end - at)
+            here = bytes_view(self.storage, at, count)
+            if self.travels:
+                resting = new_storage(count, self.device)
+                home.read(at, count, resting).wait()
+                yield not torch.equal(bytes_view(resting, 0, count), here)
+                continue
+            assert self._masters is not None
+            master = torch.empty(count // size, dtype=slot.master_dtype, device=self.device)
+            place = slot.master_offset_bytes + (at - slot.offset_bytes) // size * slot.master_dtype.itemsize
+            self._masters.read(place, master.nbytes, master.untyped_storage()).wait()
+            yield not torch.equal(master.to(slot.dtype).view(torch.uint8), here)
 
     def _leave(self) -> None:
         # Kernels that read these bytes may be enqueued still: the caching allocator gives memory
         # to later work of their stream only. Copies on other streams must have been waited for.
-        self.storage.resize_(0)  # the object stays: what autograd saved finds its next bytes by it
-        self._is_here = False
+        take_mark_off(self.storage)  # before its bytes go: torch does not take it off with them
+        if _is_held(self.storage):
+            self._take_new_storage()
+        else:
+            # The object stays: what autograd saved finds its next bytes by it.
+            self.storage.resize_(0)
+        self._is_here, self._watched_versions = False, None
         # Nothing of the user's may run in between: reading freed bytes crashes the process.
         for slot in self.slots:
             mark_away(slot.parameter, slot.name, self.name)
+
+    def _take_new_storage(self) -> None:
+        """Leaves the storage to whoever looks at its bytes from outside of torch."""
+        device = self.device
+        for slot in self.slots:
+            slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
+        self._storage = None  # gone before the next one comes, unless somebody holds it
+        self._storage = new_storage(self.nbytes, device)
+        for slot in self.slots:
+            slot.parameter.data = slot.view(self._storage)
+        self._storage.resize_(0)
 
 
 def master_pieces(block: BlockWeights, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
@@ -428,14 +533,30 @@ def put_values(block: BlockWeights, slot: ParameterSlot, values: torch.Tensor) -
 
 def check_untouched(blocks: Iterable[BlockWeights]) -> None:
     """Checks that parameters that are here are views of their flat buffers, after all were put
-    back. Raises `UnsupportedError`.
+    back, and that nobody wrote to visiting ones. Raises `UnsupportedError`.
 
-    See [Note: what a visit may not change].
+    See [Note: what a visit may not change] and [Note: did a weight change?].
     """
-    # All are put back before the first is told: a release would lose what was not.
-    changes = [change for block in blocks if (change := block.take_back_changes()) is not None]
+    # All are put back before the first is told: a release would lose the others.
+    chosen = tuple(blocks)
+    changes = [change for block in chosen if (change := block.take_back_changes()) is not None]
     if changes:
         raise changes[0]
+    for block in chosen:
+        if block.travels:
+            check_unwritten(block)
+
+
+def check_unwritten(block: BlockWeights) -> None:
+    """Ends the watch of a visit's writes. Raises `UnsupportedError` if the user's code changed a
+    weight in it: only updates go home.
+    """
+    written = block.written_since_watch()
+    if written:
+        raise UnsupportedError(
+            f"the model's code changed the weight {written[0]!r} in place while it visited; the change would be lost, since only updates go home. Change weights "
+            f"between steps, inside `with job.weights({block.name!r}):`"
+        )
 
 
 def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dtype, torch.dtype]:
@@ -485,6 +606,35 @@ def _begin_write(
         TransferGroup(handles).wait()  # else all converted pieces would be in memory at once
         handles = [write_tensor(home, offset + start * dtype.itemsize, piece)]
     return handles
+
+
+def _lies_at(parameter: torch.Tensor, storage: torch.UntypedStorage, slot: ParameterSlot) -> bool:
+    """Tells whether a parameter is its slot of a storage. By identity: to ask for addresses takes
+    marks off.
+    """
+    return (
+        parameter.untyped_storage()._cdata == storage._cdata
+        and parameter.storage_offset() * slot.dtype.itemsize == slot.offset_bytes
+        and parameter.stride() == slot.stride
+    )
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """Tells whether NumPy, or another process, may look at a storage's bytes: they must stay."""
+    return not storage.resizable() or _is_in_shared_memory(storage)
+
+
+def _is_in_shared_memory(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
+def _checksum(content: torch.Tensor) -> int:
+    """Returns the CRC-32C of bytes; those of an accelerator pass through the host in pieces."""
+    found = 0
+    for piece in content.split(_COMPARED_BYTES) if content.numel() else ():
+        here = piece.cpu()
+        found = checksum_of_memory(address_of(here), here.numel(), found)
+    return found
 
 
 def _rests_here(home: ByteHome) -> bool:

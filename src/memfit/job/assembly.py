@@ -217,6 +217,7 @@ class Assembly(Contents):
         machine.give_back_libraries()  # those of planning alone
         if setup.enforces:
             machine.hard_limit.arm()
+        self.watch_again(range(len(self.blocks)))
         self.has_begun = True
 
     def _open_journal(self) -> None:

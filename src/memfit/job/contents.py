@@ -7,7 +7,7 @@ own, or are forgotten where they fail.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,7 @@ class Contents:
         self._checked_marks: tuple[object, ...] = ()
         self._checked_names: Mapping[str, torch.nn.Parameter] = {}
         self._read_state: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+        self._frozen_sums: dict[int, Mapping[str, int]] = {}
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -163,7 +164,40 @@ class Contents:
         if not self.is_stepping:
             if self.journal is not None:
                 self.journal.finish()
+            self._keep_written()
             self.house.keep_changes()
+
+    def watch_again(self, indices: Iterable[int]) -> None:
+        """Begins to watch what the user's code writes to those of these blocks that rest on the
+        device, and have masters or a store, which would not hear of it; and to those that visit, in
+        lines of the user's.
+        """
+        for block in (self.blocks[index] for index in indices):
+            if block.arrived_storage is None or not (block.travels or block.has_masters or self.setup.run is not None):
+                continue
+            if not block.travels and not block.has_masters and block.index not in self.states:
+                self._frozen_sums[block.index] = block.begin_changes()
+            block.watch_writes()
+
+    def _keep_written(self) -> None:
+        """Keeps what the user's code wrote, outside of `job.weights()`, to weights that rest on the
+        device: for their masters, and for the next commit.
+        """
+        names: dict[int, Sequence[str]] = {}
+        for block in self.blocks:
+            if block.travels or not block.may_be_written:
+                continue
+            sums = self._frozen_sums.get(block.index)
+            found = block.written_since_watch() if sums is None else block.changed_since(sums)
+            if found or (sums is None and self.setup.run is not None):
+                names[block.index] = found
+            else:
+                block.watch_writes()
+        if names:
+            self._note_changes([self.blocks[index] for index in names])
+            for index, found in names.items():
+                self.blocks[index].write_home(found)
+            self.watch_again(names)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -178,23 +212,24 @@ class Contents:
             raise
         self.keep_changes()
 
-    def write_home(self, changed: Sequence[BlockWeights], before: Mapping[int, Sequence[int]]) -> None:
+    def write_home(self, names: Mapping[int, Sequence[str]]) -> None:
         """Writes weights that were changed on the device to their homes.
 
         Args:
-            changed: blocks.
-            before: the versions of their tensors when they came.
+            names: of the changed parameters, by block.
 
         Raises:
             StoreError: the disk; where homes have one slot, the weights are torn.
             UnsupportedError: there is no room for a version that no step makes.
         """
+        changed = [block for block in self.blocks if names.get(block.index)]
         self._note_changes(changed)
         try:
             for block in changed:
-                transfer = block.write_home(before[block.index])
+                transfer = block.write_home(names[block.index])
                 if transfer is not None:
                     transfer.wait()
+            self.watch_again(block.index for block in changed)
             self.keep_changes()
         except BaseException as error:
             if any(_is_overwritten(block.home) or _is_overwritten(block.master_home) for block in changed):
@@ -235,7 +270,7 @@ class Contents:
         is_deciding = self.journal is not None and self.journal.is_waiting
         for block in blocks:
             self.checkpointer.check_changeable(block, is_deciding=is_deciding)
-        self.checkpointer.note_changed(block.index for block in blocks)
+        self.checkpointer.note_changed_between(block.index for block in blocks)
 
     def gather_state(self, name: str) -> dict[str, Any]:
         """Reads the optimizer states of a parameter from home."""

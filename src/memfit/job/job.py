@@ -167,7 +167,7 @@ class Job(SavedJob):
                 tokens = model.generate(prompt, max_new_tokens=50)
 
         Activations are the program's own and count against the limit. Changes of weights inside are
-        lost.
+        refused where they would be lost.
 
         Args:
             cache_limit: as in `memfit.infer`.
@@ -209,7 +209,11 @@ class Job(SavedJob):
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:
         """Context in which blocks (all, without arguments) are on the device. Changes of weights
-        inside are kept.
+        inside are kept, by whatever road they are written (`.data`, NumPy, custom operators), also
+        where the lines inside raise an error.
+
+        Time: two checksums of the weights. An array of NumPy that looks at a weight keeps the
+        values of the end of the context.
 
         Under a plan that computes in bf16 these are the bf16 weights; the master of a changed
         weight becomes its new value.
@@ -219,6 +223,7 @@ class Job(SavedJob):
 
         Raises:
             UsageError: a name is unknown.
+            UnsupportedError: a weight was given other memory; changes in place are kept.
         """
         with ExitStack() as visit:
             with self._runner.interrupts.working("job.weights"):
@@ -227,22 +232,36 @@ class Job(SavedJob):
                 chosen = assembly.choose_blocks(blocks)
                 fetched = [block for block in chosen if not block.is_here]
                 visit.callback(assembly.checkpointer.note_positions)
+                visit.callback(assembly.watch_again, [block.index for block in chosen])
                 visit.enter_context(assembly.visiting(fetched))
                 with together(assembly.setup.ranks, f"job.weights{tuple(block.name for block in chosen)}"):
                     for block in chosen:
                         block.fetch()
                         block.wait()
-                before = {block.index: block.versions() for block in chosen}
+                before = {block.index: block.begin_changes() for block in chosen}
             try:
-                yield
-                with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.weights"):
-                    check_untouched(chosen)
-                    changed = [block for block in chosen if block.versions() != before[block.index]]
-                    self._check_same(assembly, changed)
-                    assembly.write_home(changed, before)
+                try:
+                    yield
+                except BaseException:
+                    if assembly.setup.ranks is None:  # else the others are not here
+                        self._keep_changes(assembly, chosen, before)
+                    raise
+                self._keep_changes(assembly, chosen, before)
             finally:
                 with self._runner.calls.leave("the end of job.weights"):
                     visit.close()
+
+    def _keep_changes(
+        self, assembly: Assembly, chosen: Sequence[BlockWeights], before: Mapping[int, Mapping[str, int]]
+    ) -> None:
+        """Keeps what the lines inside of `weights` have changed in place, and refuses the rest."""
+        with self._runner.interrupts.held(), self._runner.calls.leave("the end of job.weights"):
+            try:
+                check_untouched(chosen)
+            finally:
+                changed = {block.index: block.changed_since(before[block.index]) for block in chosen}
+                self._check_same(assembly, [block for block in chosen if changed[block.index]])
+                assembly.write_home(changed)
 
     # --- commits ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from memfit.activations.saved_tensors import sample_of
 from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError, UsageError
 from memfit.core.units import format_bytes
@@ -77,7 +78,7 @@ class Lines:
         self._has_raised = False
         self._is_inside = False
         self._is_scoped = False
-        self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._outputs: list[tuple[torch.Tensor, object]] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lines:
@@ -207,7 +208,7 @@ class Lines:
             self._has_raised = True
         elif torch.is_grad_enabled():
             self._given += [weakref.ref(t) for t in tensors_in(output)]
-            self._outputs += [(t, t._version) for t in tensors_in(output)]  # noqa: SLF001, torch has no other word for it
+            self._outputs += [(t, _state_of(t)) for t in tensors_in(output)]
 
     def _before_call(self) -> None:
         """Begins a forward of a part of the model that the lines call by itself."""
@@ -292,8 +293,8 @@ class Lines:
 
     def _before_backward(self) -> None:
         self._gradients.before_backward()
-        for tensor, version in self._outputs:
-            if tensor._version != version:  # noqa: SLF001, as above
+        for tensor, state in self._outputs:
+            if _state_of(tensor) != state:
                 self._assembly.frames.note_write(tensor)
         self._outputs.clear()
 
@@ -359,6 +360,13 @@ class Lines:
         self.departures = tuple(outcome.departures)
         self._gradients.spend(used)
         self._runner.end_lines_step(prepared, recorder)
+
+
+def _state_of(tensor: torch.Tensor) -> object:
+    """Returns what shows changes in place: the version counter, and the bits of four elements, for
+    writes that pass the counter by.
+    """
+    return tensor._version, sample_of(tensor)  # noqa: SLF001, torch has no other word for it
 
 
 def _idle_lines() -> Lines:

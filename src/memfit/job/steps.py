@@ -80,6 +80,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             scaler.update(has_overflowed=outcome.is_skipped)
         assembly.checkpointer.note_changed(assembly.updates.updated_blocks)
         assembly.house.commit()
+        assembly.watch_again(assembly.updates.updated_blocks)
     except BaseException as error:
         _fail(assembly, error, numbers)
         raise
@@ -112,6 +113,7 @@ def make_update(assembly: Assembly, prepared: Prepared, interrupts: Interrupts) 
             outcome = assembly.engine.update(prepared.step)
             assembly.checkpointer.note_changed(assembly.updates.updated_blocks)
             assembly.house.commit()
+        assembly.watch_again(assembly.updates.updated_blocks)
     except BaseException as error:
         _fail(assembly, error, numbers)
         raise
@@ -134,6 +136,7 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
         scaler.update(has_overflowed=False)
     assembly.checkpointer.note_changed(assembly.states)
     assembly.house.commit()
+    assembly.watch_again(assembly.states)
     assembly.driver.end_step()
     _note_clip(assembly, outcome)
     return outcome

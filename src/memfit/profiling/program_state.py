@@ -107,7 +107,8 @@ class ProgramState:
         for give, state in self._found.generators:
             give(state)
         for name, tensor, version, copied in self._found.tensors.values():
-            if tensor._version == version:
+            # Where there is a copy its values are asked: `.data` has a counter of its own.
+            if tensor._version == version if copied is None else torch.equal(tensor, copied):
                 continue
             if copied is None:
                 raise UnsupportedError(

@@ -42,9 +42,9 @@ def checksum(content: bytes | memoryview, before: int = 0) -> int:
     return crc32c(content, before)
 
 
-def checksum_of_memory(address: int, nbytes: int) -> int:
-    """CRC-32C of raw memory; the caller keeps it alive."""
-    return crc32c(view_of(address, nbytes)) if nbytes else 0
+def checksum_of_memory(address: int, nbytes: int, before: int = 0) -> int:
+    """CRC-32C of raw memory, continued from `before`; the caller keeps it alive."""
+    return crc32c(view_of(address, nbytes), before) if nbytes else before
 
 
 def joined(first: int, second: int, second_nbytes: int) -> int:

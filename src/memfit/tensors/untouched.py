@@ -25,7 +25,7 @@ from torch import nn
 from memfit.core.errors import UnsupportedError
 
 _DEEPEST = 3
-Kept = list[tuple[Any, dict[str, Any], dict[str, int]]]
+Kept = list[tuple[Any, dict[str, Any], dict[str, object]]]
 
 
 def keep_attributes(parameter: nn.Parameter) -> Kept:
@@ -66,8 +66,13 @@ def changed_attribute(kept: Kept) -> str | None:
     return None
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version_of(tensor: torch.Tensor) -> object:
+    """Returns what shows a write: the version counter; in the processor's memory, where nothing
+    waits for it, a hash of the bits as well.
+    """
+    version = -1 if tensor.is_inference() else tensor._version
+    is_near = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel()
+    return version, int(torch.hash_tensor(tensor.detach().reshape(-1).view(torch.uint8))) if is_near else 0
 
 
 def put_back(kept: Kept) -> None:

@@ -1,0 +1,66 @@
+"""Marks on storages, which prove that nobody has written there since.
+
+In: a storage with bytes. Out: a mark, which is gone once somebody has asked for memory to write to.
+
+[Note: marks that a write takes off]
+A version counter does not see every write: `.data` has a counter of its own, and NumPy, DLPack,
+storages and foreign kernels have none. So a storage is marked as copy-on-write, which torch can do
+and asks of every kernel to heed: who reads gets the address as ever, and who asks for an address to
+write to, in any thread and under compiled code, first makes the storage an ordinary one. That
+copies nothing, because no second storage shares the bytes. A mark that is there is a proof; one
+that is gone proves nothing: NumPy and some kernels ask for memory to write to and only read.
+
+Not seen: writes through an address that was taken before the mark, or by another process. Two
+threads must not take one mark off at the same moment; the engine takes it off before it lets its
+own threads write. `record_stream` passes a marked storage over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from memfit.tensors.trees import bytes_view
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's first element, to read from: a mark stays."""
+    begin = torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return begin + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns the address of a storage's first byte, to read from, or to write to for the engine: a
+    mark stays.
+    """
+    with _unseen():
+        return address_of(bytes_view(storage, 0, 0))
+
+
+def put_mark(storage: torch.UntypedStorage) -> None:
+    """Marks a storage. Costs some microseconds, and nothing afterwards.
+
+    Where the storage's allocator has no such marks there is none, and `has_mark` is False.
+    """
+    with suppress(RuntimeError), _unseen():
+        bytes_view(storage, 0, storage.nbytes())._lazy_clone()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def has_mark(storage: torch.UntypedStorage) -> bool:
+    """Tells whether nobody has asked to write to a storage since it was marked."""
+    with _unseen():
+        return torch._C._is_cow_tensor(bytes_view(storage, 0, 0))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def take_mark_off(storage: torch.UntypedStorage) -> None:
+    """Takes the mark off, where there is one; always before a storage is resized."""
+    storage.data_ptr()  # an address to write to
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Context in which modes of the user's see no operation."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+        yield
