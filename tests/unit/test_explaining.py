@@ -212,6 +212,7 @@ SIDES = {
 def small_card(host: int = 8 * MIB) -> Hardware:
     return Hardware(
         device="card",
+        architecture="sm_80",
         flops_per_s=1e10,
         bf16_flops_per_s=4e10,
         tiers={

@@ -38,7 +38,7 @@ from memfit.core.units import format_bytes
 from memfit.job.described import PlannedFor, plan_for
 from memfit.job.few_bits import computes_in_bf16, encodes_states, encoding_bytes
 from memfit.job.machine import device_of
-from memfit.job.operation_trials import workspaces_of
+from memfit.job.operation_trials import workspaces_for, workspaces_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, beside, check_arguments, check_precision, driver_of
@@ -240,6 +240,7 @@ def ask(
         block_map=find_blocks(model, blocks),
         numerics=numerics,
         is_for_accelerator=None if stated is None else not is_processor(stated.device),
+        workspaces=workspaces_for(device, stated),
     )
     if given.plan is None:
         check_effect(problem, allow, device.type if stated is None else stated.device)

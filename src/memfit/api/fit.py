@@ -34,7 +34,7 @@ from memfit.core.numerics import Wish
 from memfit.core.paths import user_path
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
-from memfit.core.tiers import Tier
+from memfit.core.tiers import Tier, is_processor
 from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier, further_tiers
@@ -46,7 +46,7 @@ from memfit.job.limit_checks import check_kind, check_limit
 from memfit.job.loaded_weights import load_weights
 from memfit.job.loading import load_states
 from memfit.job.machine import device_of, guard, open_machine
-from memfit.job.operation_trials import workspaces_of
+from memfit.job.operation_trials import workspaces_for, workspaces_of
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, check_arguments, driver_of
 from memfit.job.setup import Setup
@@ -470,6 +470,7 @@ def profile(
     *,
     blocks: Sequence[str | nn.Module] | None = None,
     microbatches: Sequence[int] = (1,),
+    hardware: Hardware | str | Path | None = None,
 ) -> Profile:
     """Tells what a training step would take, without running it: bytes and lifetimes by block and
     call.
@@ -481,13 +482,26 @@ def profile(
         sample: a batch.
         blocks: names or modules.
         microbatches: trace the sizes that these splits make; of `memfit.Parts` the largest is.
+        hardware: the machine that the step would run on (object, name, JSON text or a path to it),
+            which need not be here: its kernels take what they take beside tensors. None: the device
+            that the model is on.
 
     Returns:
         The profile; nothing is allocated and nothing changed.
+
+    Raises:
+        UsageError: an argument is invalid, or no machine is called so.
     """
     check_arguments(model, loss, (), None)
-    device_of(model)
-    problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, blocks))
+    stated, device = read_hardware(hardware), device_of(model)
+    problem = Problem(
+        model=model,
+        loss=loss,
+        driver=driver_of(optimizer, model),
+        block_map=find_blocks(model, blocks),
+        workspaces=workspaces_for(device, stated),
+        is_for_accelerator=None if stated is None else not is_processor(stated.device),
+    )
     if isinstance(sample, Parts):
         return profile_of_parts(problem, sample)
     problem = replace(problem, cut=problem.ways(sample, None)[0])

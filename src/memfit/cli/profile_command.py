@@ -46,18 +46,11 @@ def profile(
         from memfit.api import profile as profile_step
         from memfit.api.advise import advise
 
-        found = profile_step(source.model, source.optimizer, source.loss, source.sample)
-        there = None
+        keywords, there = machine.keywords(), None
+        asked = source.model, source.optimizer, source.loss, source.sample
+        found = profile_step(*asked, hardware=keywords["hardware"])
         if machine.is_named or json is not None:
-            there = advise(
-                source.model,
-                source.optimizer,
-                source.loss,
-                source.sample,
-                limit=machine.limit,
-                plan=Plan(),
-                **machine.keywords(),
-            )
+            there = advise(*asked, limit=machine.limit, plan=Plan(), **keywords)
     trace = found.traces[found.batch_rows]
     console.print(f"{source.name}; one step of {found.batch_rows} rows, plain training, all predicted", markup=False)
     if found.remark:

@@ -155,6 +155,9 @@ class Hardware:
             people: caches, registers, shared memory; of the whole chip but where a name says else.
         is_unified: the accelerator's memory is the host's. Told, not used: plans price copies
             between them all the same.
+        architecture: of an accelerator's chip, as its compiler names it ("sm_90", "gfx942"), which
+            says what kernels take beside tensors (`profiling.accelerator_scratch`); "": unknown,
+            and counted as NVIDIA's newest.
         step_spread: share by which nine of ten steps were nearer to their predicted seconds than,
             beside the spreads of rates.
         origin: what was measured, when and with what, where it was: for people, and by which a
@@ -177,6 +180,7 @@ class Hardware:
     network: Mapping[str, Link] = field(default_factory=dict[str, Link])
     on_chip: Mapping[str, int] = field(default_factory=dict[str, int])
     is_unified: bool = False
+    architecture: str = ""
     step_spread: float = STEP_SPREAD
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -235,7 +239,7 @@ class Hardware:
         `x_bytes`, its capacity, and `x`, its link.
         """
         rest = {name: value for name, value in asdict(self).items() if name not in ("tiers", "rates")}
-        for name in ("network", "on_chip", "is_unified"):
+        for name in ("network", "on_chip", "is_unified", "architecture"):
             if not rest[name]:
                 del rest[name]
         rest["rates"] = {str(kind): rate._asdict() for kind, rate in self.rates.items()}
@@ -270,6 +274,8 @@ class Hardware:
             if key == "device":
                 if not isinstance(value, str) or not value or len(value) > _LONGEST_NAME or not value.isprintable():
                     raise UsageError(f"'device' of the hardware file is a name, such as \"cpu\", not {value!r:.80}")
+            elif key == "architecture":
+                values[key] = _text("'architecture' of the hardware file", value)
             elif key == "datasheet":
                 values[key] = None if value is None else _datasheet(value)
             elif key in ("sources", "origin"):

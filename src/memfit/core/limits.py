@@ -19,7 +19,7 @@ reserve is kept free beside all this, for what is not usual.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -31,11 +31,20 @@ from memfit.core.units import MIB, parse_bytes
 RESERVE_BYTES = 16 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
 FIRST_STEP_BYTES = 6 * MIB
+# Workspaces that torch keeps for an accelerator's BLAS, in KiB by how an architecture's name
+# begins: one for the thread of the forward, one for autograd's, so each counts twice (a T4 had 2).
+# Source: torch of 2026, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize:
+# ":4096:2:16:8", 32 MiB for compute capability 9 to 12; hipBLAS 32 MiB, 128 for gfx942 and gfx950.
+BLAS_WORKSPACES_KIB = {"sm": 8320, "sm_9": 32768, "sm_1": 32768, "gfx": 32768, "gfx94": 131072, "gfx95": 131072}
 # Measured: code and buffers of the BLAS, and of oneDNN for bf16, when they first compute; counted
 # where that is still to come as the base is measured. The BLAS keeps a panel of the right factor,
 # on an Intel processor 384 rows of at most 10,368 columns, on an AMD one half as much: by columns.
 BLAS_COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 10368)
-LIBRARY_BYTES = {"onednn": 10 * MIB} | {f"blas, {n} columns": 2 * MIB + 4 * 384 * n for n in BLAS_COLUMNS}
+LIBRARY_BYTES = (
+    {"onednn": 10 * MIB}
+    | {f"blas, {n} columns": 2 * MIB + 4 * 384 * n for n in BLAS_COLUMNS}
+    | {f"workspaces, {kib} KiB": 2 * kib << 10 for kib in BLAS_WORKSPACES_KIB.values()}
+)
 PLANNING_BYTES = 48 * MIB
 # See [Note: kernels that are kept] in `allocator.compiled_kernels`.
 KERNELS_KEPT = 64
@@ -46,10 +55,18 @@ TILED_PRODUCT_KERNEL_BYTES = 1 * MIB
 # Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses,
 # slices of the batch, scratch of small kernels).
 EMULATED_RESERVE_BYTES = 2 * MIB
-# Not measured: cuBLAS takes up to 32 MiB from torch's allocator as a workspace (Hopper), and that
-# allocator holds segments of 2 and 20 MiB for each stream (of compute, of updates), the free parts
-# of which count against its limit.
+# Not measured: torch's allocator holds segments of 2 and 20 MiB for each stream (of compute, of
+# updates), the free parts of which count against its limit (48 MiB); 32 MiB are for libraries.
 DEVICE_RESERVE_BYTES = 80 * MIB
+_FOR_LIBRARIES_BYTES = 32 * MIB
+
+
+def device_reserve_bytes(libraries: Iterable[str] = ()) -> int:
+    """Returns what plans for an accelerator leave free beside tensors: more than
+    `DEVICE_RESERVE_BYTES` where its libraries keep larger workspaces (`LIBRARY_BYTES`).
+    """
+    needed = sum(LIBRARY_BYTES[name] for name in libraries)
+    return DEVICE_RESERVE_BYTES + max(0, needed - _FOR_LIBRARIES_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ what torch has no generic interface for is one small class a backend (`cuda.py`)
 """
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of
-from memfit.devices.chips import is_unified, on_chip_bytes
+from memfit.devices.chips import architecture, is_unified, on_chip_bytes
 from memfit.devices.clocks import clock_of, finish, least_seconds
 
 __all__ = [
     "Accelerator",
+    "architecture",
     "clock_of",
     "finish",
     "initialized",

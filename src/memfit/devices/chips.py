@@ -32,6 +32,14 @@ def is_unified(device: torch.device) -> bool:
     return bool(getattr(_properties(device), "is_integrated", False))
 
 
+def architecture(device: torch.device) -> str:
+    """Returns the chip's name as compilers write it ("sm_90", "gfx942"); "" where none is told."""
+    found = _properties(device)
+    if found is None:
+        return ""
+    return found.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
+
+
 def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
 

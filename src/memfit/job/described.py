@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
-from memfit.core.limits import DEVICE_RESERVE_BYTES, Budget, Limits
+from memfit.core.limits import Budget, Limits, device_reserve_bytes
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import format_bytes
@@ -52,9 +52,10 @@ class DescribedAccelerator:
     limits: Limits
     counts_process: bool = False
 
-    def budget(self) -> Budget:
-        """Returns what is left to tensors on the empty device."""
-        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=0, reserve_bytes=DEVICE_RESERVE_BYTES)
+    def budget(self, profile: Profile) -> Budget:
+        """Returns what is left to tensors of a profile's step on the empty device."""
+        reserve = device_reserve_bytes(profile.libraries)
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=0, reserve_bytes=reserve)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def plan_for(
     wanted = Limits.read(limit, host_limit, disk_limit)
     if hardware is not None and not is_processor(hardware.device):
         machine = DescribedAccelerator(tiers=tuple(hardware.tiers), limits=_limits(wanted, hardware))
-        return PlannedFor(machine=machine, budget=lambda _: machine.budget(), load_bytes=0, here=None)
+        return PlannedFor(machine=machine, budget=machine.budget, load_bytes=0, here=None)
     limits = wanted if hardware is None else _limits(wanted, hardware)
     device = device_of(model) if hardware is None else torch.device("cpu")
     opened = open_machine(device, limits, is_emulated=is_emulated)

@@ -7,7 +7,7 @@ measured.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_w
 from memfit.core.errors import LimitBreachError, MemfitWarning, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import (
-    DEVICE_RESERVE_BYTES,
     EMULATED_RESERVE_BYTES,
     FIRST_STEP_BYTES,
     LIBRARY_BYTES,
@@ -30,6 +29,7 @@ from memfit.core.limits import (
     RESERVE_BYTES_PER_THREAD,
     Budget,
     Limits,
+    device_reserve_bytes,
 )
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
@@ -214,7 +214,7 @@ class Machine:
         if self.process is not None:
             compute_once(libraries)
             self.process.note_used_files()
-        self._reserve.end_planning(kernel_bytes + panels_to_come(libraries, torch.get_num_threads()))
+        self._reserve.end_planning(kernel_bytes + panels_to_come(libraries, torch.get_num_threads()), libraries)
         here = [p for p in model.parameters() if p.device == self.device and not is_away(p)]
         return self.budget([p for p in here if p.untyped_storage().nbytes()], beside)
 
@@ -502,15 +502,17 @@ class _Reserve:
         self._is_emulated = is_emulated
         # Once planning is over, what it took is in the base.
         self._usual_bytes: int | None = None
+        self._libraries: Sequence[str] = ()
 
-    def end_planning(self, kernel_bytes: int) -> None:
-        """Notes what kernels will take, now that a step was traced."""
+    def end_planning(self, kernel_bytes: int, libraries: Sequence[str]) -> None:
+        """Notes what kernels and libraries will take, now that a step was traced."""
         self._usual_bytes = FIRST_STEP_BYTES + kernel_bytes
+        self._libraries = libraries
 
     def nbytes(self) -> int:
         """Returns the whole of it."""
         if not self._counts_process:
-            return EMULATED_RESERVE_BYTES if self._is_emulated else DEVICE_RESERVE_BYTES
+            return EMULATED_RESERVE_BYTES if self._is_emulated else device_reserve_bytes(self._libraries)
         threads = RESERVE_BYTES_PER_THREAD * (torch.get_num_threads() - 1)
         return RESERVE_BYTES + threads + (PLANNING_BYTES if self._usual_bytes is None else self._usual_bytes)
 

@@ -7,10 +7,32 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
+from memfit import devices
 from memfit.allocator import Allocator, install
 from memfit.core.errors import TierUnavailableError
+from memfit.core.hardware import Hardware
+from memfit.core.tiers import is_processor
 from memfit.job.machine import Machine
+from memfit.profiling.accelerator_scratch import accelerator_table
 from memfit.profiling.measuring import Workspaces
+from memfit.profiling.workspaces import PROCESSOR_TABLE
+
+
+def workspaces_for(device: torch.device, hardware: Hardware | None = None) -> Workspaces:
+    """Returns what tells the scratch of a device's kernels, or of a described machine's in its
+    place.
+
+    Without a compiler no operation is tried, and the tables alone are asked.
+    """
+    architecture = devices.architecture(device) if hardware is None else hardware.architecture
+    is_here = hardware is None or is_processor(hardware.device)
+    table = PROCESSOR_TABLE if is_here and not architecture else accelerator_table(architecture)
+    try:
+        return Workspaces(install().hidden_bytes, table=table)
+    except TierUnavailableError:
+        return Workspaces(table=table)
 
 
 def workspaces_of(machine: Machine | None = None) -> Workspaces:
@@ -25,7 +47,4 @@ def workspaces_of(machine: Machine | None = None) -> Workspaces:
     """
     if machine is not None and machine.is_emulated and isinstance(machine.allocator, Allocator):
         return Workspaces(partial(machine.allocator.hidden_bytes, ledger="host"), machine.host_ledger)
-    try:
-        return Workspaces(install().hidden_bytes)
-    except TierUnavailableError:
-        return Workspaces()
+    return workspaces_for(torch.device("cpu") if machine is None else machine.device)

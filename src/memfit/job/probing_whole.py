@@ -90,6 +90,7 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
         rates=rates,
         on_chip=devices.on_chip_bytes(device) if is_accelerator else cache_bytes(Path("/"), os.sched_getaffinity(0)),
         is_unified=devices.is_unified(device),
+        architecture=devices.architecture(device),
         origin={
             **identity_of(device),
             "measured": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, in {time.perf_counter() - began:.0f} s",

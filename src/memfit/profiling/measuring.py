@@ -41,7 +41,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.profiling.traced_trees import operator_tensors
-from memfit.profiling.workspaces import workspace_bytes
+from memfit.profiling.workspaces import PROCESSOR_TABLE, ScratchTable
 
 Watch = Callable[[Callable[[], object]], int]
 """Runs a function and tells the most bytes of tensors that were alive meanwhile above what is alive
@@ -118,11 +118,16 @@ class Workspaces:
     Args:
         watch: measures tensors on the CPU; None: only the table is asked.
         apart: context in which operations are tried: where they are not to count as the device's.
+        table: of the device that plans are for.
     """
 
     def __init__(
-        self, watch: Watch | None = None, apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        watch: Watch | None = None,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        table: ScratchTable = PROCESSOR_TABLE,
     ) -> None:
+        self.table = table
         self._watch = watch
         self._apart = apart
         self._laws: dict[Any, _Law | None] = {}
@@ -138,11 +143,13 @@ class Workspaces:
             kwargs: the others.
             out: its result.
         """
-        known = workspace_bytes(func, args, out)
+        known = self.table.workspace_bytes(func, args, out)
         packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
-        if known is not None or packet in _FREE:
+        is_processor = self.table is PROCESSOR_TABLE
+        if is_processor and (known is not None or packet in _FREE):
             self._bring_code(func, args, kwargs, out)
-        if (known is not None and packet not in _TABLE_AND_RUNS) or self._watch is None:
+        has_runs = is_processor and packet in _TABLE_AND_RUNS
+        if (known is not None and not has_runs) or self._watch is None:
             return known or 0
         if packet is None or packet in _FREE or func.namespace not in _NAMESPACES:
             return known or 0

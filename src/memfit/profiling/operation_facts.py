@@ -19,7 +19,6 @@ from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics
 from memfit.profiling.origins import written_tensors
-from memfit.profiling.workspaces import kernel_bytes, library_of, outside_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +64,13 @@ def facts_of(
 ) -> Facts:
     """The facts of an operation that has run."""
     overwritten, written = written_tensors(func, args, kwargs)
+    table = workspaces.table
     flops = operation_flops(func, args, dict(kwargs), out)
     return Facts(
         workspace_bytes=workspaces.bytes_of(func, args, kwargs, out),
-        kernel_bytes=kernel_bytes(func, args, out),
-        outside_bytes=outside_bytes_of(func, args, out),
-        library=library_of(func, out),
+        kernel_bytes=table.kernel_bytes(func, args, out),
+        outside_bytes=table.outside_bytes(func, args, out),
+        library=table.library(func, out),
         flops=flops,
         work=operation_work(func, args, dict(kwargs), out, flops),
         is_random=is_random(func, args, kwargs),

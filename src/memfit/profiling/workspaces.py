@@ -23,12 +23,14 @@ channels to 16 and by the scratch of half-precision products:
 
 fp32 products of matrices that lie row by row or column by column have none, nor has what treats
 elements one by one in one dtype and in the order in which they lie. Of everything else the table is
-silent, and `measuring` finds out. Other devices: none is modelled; measure there.
+silent, and `measuring` finds out. Of an accelerator's kernels `accelerator_scratch` has a table; of
+other devices none is modelled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -66,13 +68,17 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int | None:
     Returns:
         None where the table is silent.
     """
-    formula = _FORMULAS.get(func._overloadpacket)
-    if formula is None:
+    if func._overloadpacket not in _FORMULAS:
         return 0 if func.is_view or _is_elementwise(func, args, out) else None
     first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     if first is None or first.device.type != "cpu":
         return 0
-    return formula(args, out)
+    return formula_bytes(func, args, out)
+
+
+def formula_bytes(func: Any, args: Sequence[Any], out: Any) -> int | None:
+    """Bytes of an operation in the table above, wherever its tensors are."""
+    return _FORMULAS[func._overloadpacket](args, out)
 
 
 def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
@@ -87,7 +93,7 @@ def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
     if kind in _CONVOLUTIONS:
         return _CONVOLUTION_KERNEL_BYTES if args[0].device.type == "cpu" else 0
-    if kind in _PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu" and has_products(out.dtype):
+    if kind in PRODUCTS and out.dtype is torch.bfloat16 and out.device.type == "cpu" and has_products(out.dtype):
         return TILED_PRODUCT_KERNEL_BYTES if has_tiles(out.dtype) else PRODUCT_KERNEL_BYTES
     return 0
 
@@ -104,7 +110,7 @@ def outside_bytes_of(func: Any, args: Sequence[Any], out: Any) -> int:
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
     if kind in _CONVOLUTIONS:
         return _columns_bytes(args, out)
-    if kind not in _PRODUCTS or out.dtype not in _HALF or out.device.type != "cpu":
+    if kind not in PRODUCTS or out.dtype not in _HALF or out.device.type != "cpu":
         return 0
     left, right = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][-2:]
     return outside_bytes(left, right)
@@ -135,7 +141,7 @@ def library_of(func: Any, out: Any) -> str:
     the result, "onednn" of those in bf16; else "".
     """
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
-    if kind not in _PRODUCTS or out.device.type != "cpu":
+    if kind not in PRODUCTS or out.device.type != "cpu":
         return ""
     if out.dtype is torch.bfloat16:
         return "onednn" if has_products(out.dtype) else ""
@@ -234,7 +240,7 @@ def _flash_backward(args: Sequence[Any], _: Any) -> int:
 def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if out.dtype not in _HALF:
-        return 0 if all(_is_dense(operand) for operand in operands[-2:]) else None
+        return 0 if all(is_dense_matrix(operand) for operand in operands[-2:]) else None
     # The last two are the factors (addmm has its summand first).
     left, right = operands[-2:]
     return product_scratch_bytes(
@@ -247,7 +253,7 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
     )
 
 
-def _is_dense(matrix: torch.Tensor) -> bool:
+def is_dense_matrix(matrix: torch.Tensor) -> bool:
     """Tells whether BLAS takes a matrix (or a batch) as it is: by rows or columns, without gaps."""
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
@@ -313,7 +319,7 @@ def _rounded(channels: int) -> int:
     return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 _FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int | None]] = {
     aten.convolution: _convolution,
@@ -333,3 +339,25 @@ _FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int | None]] = {
     aten.linalg_solve_ex: _matrix_copy,
     aten.logsumexp: _log_of_sum,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchTable:
+    """Memory beside tensors that the kernels of one kind of device take.
+
+    Attributes:
+        workspace_bytes: inside an operation, from its arguments and result; None: unknown.
+        kernel_bytes: kept by a library for all operations that are alike.
+        outside_bytes: taken for a moment outside of tensors.
+        library: key of `core.limits.LIBRARY_BYTES` for an operation and its result, or "".
+    """
+
+    workspace_bytes: Callable[[Any, Sequence[Any], Any], int | None]
+    kernel_bytes: Callable[[Any, Sequence[Any], Any], int]
+    outside_bytes: Callable[[Any, Sequence[Any], Any], int]
+    library: Callable[[Any, Any], str]
+
+
+PROCESSOR_TABLE = ScratchTable(
+    workspace_bytes=workspace_bytes, kernel_bytes=kernel_bytes, outside_bytes=outside_bytes_of, library=library_of
+)
