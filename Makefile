@@ -20,14 +20,14 @@ TEST_WORKERS ?= 2
 TEST_ARGS ?=
 FUZZ_EXAMPLES ?= 1000
 TRAIN_RECIPE ?= gpt2-small
-# Empty: 1.25GiB, or 1.75GiB where torch is a build for CUDA, whose libraries take some 380 MiB of the process.
+# Empty: 1.25GiB, or 1.75GiB where torch is a build for CUDA, whose libraries take more of the process.
 TRAIN_LIMIT ?=
 TRAIN_STEPS ?= 10
 # Where the run is committed, step by step, and goes on from; empty: nowhere.
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest zoo-device mutations fuzz fuzz-ranks train vocabulary docs wheel clean
+.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest test-pythons zoo-device mutations fuzz fuzz-ranks train vocabulary docs wheel clean
 
 help:
 	@echo "make fuzz-ranks $(FUZZ_EXAMPLES) random plans for ranks, against plain PyTorch"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
 	@echo "make test-hosts the trainers of other libraries (installs Lightning and TRL)"
 	@echo "make test-hosts-oldest those tests on the oldest versions that are served"
+	@echo "make test-pythons README's lines and a sample of the tests on each Python that is there, with the torch that it is served"
 	@echo "make zoo-device the zoo and 300 random modules on it, in ways drawn from seeds, with a table (a quarter of an hour)"
 	@echo "make mutations  each ordering of the accelerator path taken out once: a test must notice"
 	@echo "make lint       ruff and pyright only"
@@ -96,6 +97,26 @@ test-hosts-oldest: install
 	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest-hosts --requirement oldest-hosts.txt
 	PYTHONPATH=$(VENV)/oldest-hosts OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal -W ignore::DeprecationWarning tests/integrations/test_transformers.py tests/integrations/test_lightning.py $(TEST_ARGS)
 
+# Each Python that is found (pyenv's too) gets an environment of its own, and the build of torch that its registry serves: of the CPU or of CUDA.
+# PYTHONS="/path/of/python ..." names others, PYTHONS_TESTS other tests.
+PYTHONS ?=
+PYTHONS_TESTS ?= tests/test_docs.py tests/memory/test_library_pages.py tests/memory/test_outside.py tests/unit/test_python_calls.py tests/unit/test_blocks.py tests/unit/test_interrupts.py
+test-pythons:
+	@seen=" "; status=0; \
+	for python in $(or $(PYTHONS),python3.11 python3.12 python3.13 python3.14 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin/python); do \
+	    version="$$($$python -c 'import sys, venv, ensurepip; sys.version_info >= (3, 11) and print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue; \
+	    if [ -z "$$version" ] || [[ "$$seen" == *" $$version "* ]]; then continue; fi; \
+	    seen="$$seen$$version "; own="$(VENV)-$$version"; \
+	    [ -e "$$own/.installed" ] || { \
+	        "$$python" -m venv --clear "$$own"; \
+	        "$$own/bin/python" -m pip install --quiet --constraint constraints.txt torch setuptools; \
+	        "$$own/bin/python" -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'; \
+	        touch "$$own/.installed"; }; \
+	    "$$own/bin/python" -c 'import sys, torch; print(f"--- Python {sys.version.split()[0]}, torch {torch.__version__}")'; \
+	    OMP_NUM_THREADS=1 "$$own/bin/python" -m pytest --color=no --slow tests/test_readme.py || status=1; \
+	    OMP_NUM_THREADS=1 "$$own/bin/python" -m pytest --color=no $(PYTHONS_TESTS) || status=1; \
+	done; exit $$status
+
 # The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.
 test-device: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal tests/accelerator tests/device
@@ -141,4 +162,4 @@ wheel: install
 	MEMFIT_PREBUILD=1 $(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .ruff_cache .hypothesis
