@@ -19,6 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 FUZZ_EXAMPLES ?= 1000
+LIVES ?= 200
 TRAIN_RECIPE ?= gpt2-small
 # Empty: 1.25GiB, or 1.75GiB where torch is a build for CUDA, whose libraries take more of the process.
 TRAIN_LIMIT ?=
@@ -27,10 +28,11 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest test-pythons zoo-device mutations fuzz fuzz-ranks train vocabulary docs wheel clean
+.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest test-pythons zoo-device mutations fuzz fuzz-ranks fuzz-lives train vocabulary docs wheel clean
 
 help:
 	@echo "make fuzz-ranks $(FUZZ_EXAMPLES) random plans for ranks, against plain PyTorch"
+	@echo "make fuzz-lives $(LIVES) kills and a quarter as many stops of ranks, at random instants of their lives"
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
@@ -135,6 +137,10 @@ fuzz: install
 # Random plans for two and three ranks, which they may disagree about: the bits of one process, or refused on all.
 fuzz-ranks: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/distributed/test_random_plans.py --examples $(FUZZ_EXAMPLES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
+
+# Ranks that are killed or stopped (SIGSTOP) at random instants of their whole life: the others hear of it in time, and the run goes on with the same bits.
+fuzz-lives: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -s tests/distributed/test_lives.py --examples $(LIVES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
 
 train: install
 	@limit="$(TRAIN_LIMIT)"; \

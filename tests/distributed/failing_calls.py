@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from distributed.processes import begin_group
+from memfit import parameter_server
 from memfit.communicator import create
+from memfit.distributed.rank_group import open_group
 
 
 def one_fails(rank: int, size: int, how: str) -> tuple[str, str]:
@@ -51,3 +56,43 @@ def survivors_go_on(rank: int, size: int, port: int, prefix: str) -> list[int]:
     begin_group(port, prefix, [0, 2].index(rank), 2, 60.0)
     with create() as c:
         return c.allreduce([rank])
+
+
+def signalled(rank: int, size: int, instant: str, how: str, victim: int, port: int) -> str:
+    """A rank gets a signal while the ranks meet, or while they make sockets; returns what the others raise.
+
+    Args:
+        instant: "before" the ranks meet, in the first "group", in a group made "again", in a server's "pair".
+        how: "SIGKILL" or "SIGSTOP".
+        port: of a store that rank 0 has; 0: the store outlives the ranks.
+    """
+    if port:
+        dist.destroy_process_group()
+        store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100.0))
+    new_group, left = dist.new_group, [{"before": 0, "group": 1, "again": 2, "pair": 2}[instant]]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and rank == victim:
+            os.kill(os.getpid(), getattr(signal, how))
+        return new_group(*args, **options)
+
+    dist.barrier()  # until then waits are torch's own
+    if instant == "before" and rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.new_group = counted
+    try:
+        if instant == "pair":
+            model = torch.nn.Linear(2, 2)
+            parameter_server.create(model, torch.optim.SGD(model.parameters(), lr=0.1), servers=1)
+        ranks = open_group()
+        if instant == "again":
+            ranks.fail(ValueError("all survive it"))
+            ranks.renew()
+    except Exception as error:  # noqa: BLE001, told to the test
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.new_group = new_group
+    return ""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 TIMEOUT_S = 120.0
-_IMPORTED = [
+IMPORTED = [
     "memfit.api",
     "memfit.communicator",
     "memfit.parameter_server",
@@ -45,7 +45,7 @@ class Ranks:
     def __init__(self) -> None:
         # Forked from a process that has imported everything and computed nothing: started in milliseconds.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+        self._context.set_forkserver_preload(IMPORTED)
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         # As torchrun has it: a store that outlives each rank.

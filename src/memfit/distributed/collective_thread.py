@@ -38,6 +38,8 @@ from memfit.core.errors import PeerError
 from memfit.distributed.transport import BrokenTransportError
 from memfit.homes.home import TransferHandle
 
+UNKNOWN = "a rank was lost, or hangs"
+
 
 class CollectiveHandle(TransferHandle):
     """A collective that was submitted."""
@@ -205,7 +207,7 @@ def _work(jobs: _Jobs, on_failure: Callable[[BaseException], None] | None, on_en
             except BrokenTransportError as failed:
                 left = failed.left
                 # A new error, without frames: they would keep the group, and its sockets open.
-                error = PeerError(f"a rank was lost, or hangs: {failed}")
+                error = PeerError(f"{UNKNOWN}: {failed}")
                 # After one collective failed, ranks stand at different places: none may follow.
                 if on_failure is not None:
                     on_failure(error)

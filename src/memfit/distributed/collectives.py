@@ -25,7 +25,7 @@ from torch import Tensor
 from memfit.core.errors import UsageError
 from memfit.distributed.collective_thread import CollectiveHandle
 from memfit.distributed.headers import BufferHeader, Form, agree_on, form_of, given_values, promoted, restored
-from memfit.distributed.rank_group import DEFAULT_TIMEOUT_S, RankGroup, open_group
+from memfit.distributed.rank_group import RankGroup, open_group
 from memfit.distributed.transport import (
     Combine,
     Group,
@@ -219,16 +219,18 @@ class Communicator:
             raise UsageError(f"a list with one buffer for each of the {self.size} ranks is needed")
 
 
-def create(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
+def create(*, timeout_s: float | None = None) -> Communicator:
     """Makes a communicator of all ranks: of the default process group of torch.distributed, which
     is initialized from `torchrun`'s environment if the program has not done so. Without either this
     process is alone. All ranks must call it.
 
     Args:
-        timeout_s: after it, a collective that a rank does not come to is an error on the others.
+        timeout_s: after it, a collective that a rank does not come to is an error on the others;
+            None: that of `init_process_group`, or ten minutes where memfit initializes.
 
     Raises:
         UsageError: torchrun has started several ranks and torch has no torch.distributed.
+        PeerError: another rank was lost, or hangs.
     """
     return Communicator(open_group(timeout_s=timeout_s))
 

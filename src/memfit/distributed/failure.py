@@ -8,28 +8,35 @@ A rank that fails writes its text to the mailbox of each other rank; a thread of
 its own. A rank that is killed writes nothing: its sockets close, the collectives of others fail,
 and whoever notices writes for it. Gloo's own ways unblock nobody: a group that is aborted keeps its
 sockets open, so waits must not block inside of it (`collective_thread`).
+
+[Note: a store that does not answer]
+The store may lie in a rank's process, and a process that is stopped neither answers nor closes its
+sockets. So whatever waits for an answer of the store does so in a thread, which is left behind when
+its time is over; from then on the store is not asked again (`FailureWatch._asked`).
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from memfit.distributed.peers import Peers
 
 _WAITS = timedelta(minutes=10)
 _CLOSED = ""
 _GOES_ON = "goes on"
 _LONGEST = 4000
-_LOOKS = 10
 _BETWEEN_LOOKS_S = 0.01
+_PATIENCE_S = 2.0
+_GRACE_S = 1.0
+T = TypeVar("T")
 
 
 class FailureWatch:
@@ -38,23 +45,22 @@ class FailureWatch:
     Args:
         store: of the process group.
         prefix: of its keys; equal on all ranks, used once.
-        rank: of this process.
-        size: number of ranks.
+        peers: the ranks.
         on_failure: called once, in the thread, with the text of another rank's failure.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, prefix: str, peers: Peers, on_failure: Callable[[str], None]) -> None:
         self._prefix = prefix
-        self._rank = rank
-        self._size = size
+        self._peers = peers
         # A connection of its own: a store that waits holds its lock for as long.
         self._store = _connection(store)
         self._lock = threading.Lock()
         self._has_told = False
-        self._store.set(f"{prefix}/process/{rank}", _this_process())
+        self._is_silent = False
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=_watch,
-            args=(_connection(store), f"{prefix}/mail/{rank}", on_failure),
+            args=(_connection(store), f"{prefix}/mail/{peers.rank}", peers, self._is_closed, on_failure),
             name="memfit-watch",
             daemon=True,
         )
@@ -68,31 +74,20 @@ class FailureWatch:
             if self._has_told:
                 return
             self._has_told = True
-        try:
-            for rank in range(self._size):
-                if rank != self._rank:
-                    self._store.set(f"{self._prefix}/mail/{rank}", text[:_LONGEST])
-        except dist.DistError:
-            # Whoever holds the store has ended: the others' own waits at it fail as well.
-            return
+        self._asked(_PATIENCE_S, lambda: self._write(text), None)
 
-    def lost(self) -> list[int]:
-        """Returns the ranks whose process has ended, as far as it runs on this machine. If none
-        has, it looks again for a tenth of a second: a process closes its sockets before it ends.
-        """
-        for _ in range(_LOOKS):
-            if found := self._lost():
-                return found
-            time.sleep(_BETWEEN_LOOKS_S)
-        return []
+    def _write(self, text: str) -> None:
+        for rank in range(self._peers.size):
+            if rank != self._peers.rank:
+                self._store.set(f"{self._prefix}/mail/{rank}", text[:_LONGEST])
 
     def mail(self) -> str:
         """Returns what another rank has told of its failure so far; empty if nothing came."""
-        key = f"{self._prefix}/mail/{self._rank}"
-        try:
-            return self._store.get(key).decode(errors="replace") if self._store.check([key]) else _CLOSED
-        except dist.DistError:
-            return _CLOSED
+        return self._asked(_PATIENCE_S, self._read, _CLOSED)
+
+    def _read(self) -> str:
+        key = f"{self._prefix}/mail/{self._peers.rank}"
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else _CLOSED
 
     def meet(self, refusal: str | None, timeout_s: float) -> str | None:
         """Meets the other ranks behind a failure, when nobody is in a collective any more. Each
@@ -105,46 +100,51 @@ class FailureWatch:
         Returns:
             None if all go on; else why they do not.
         """
-        key = f"{self._prefix}/again"
-        try:
-            self._store.set(f"{key}/{self._rank}", _GOES_ON if refusal is None else refusal[:_LONGEST])
-            ends_s = time.monotonic() + timeout_s
-            for rank in range(self._size) if refusal is None else ():
-                while not self._store.check([f"{key}/{rank}"]):
-                    if lost := self._lost():
-                        return f"rank {', '.join(map(str, lost))} was lost"
-                    if time.monotonic() > ends_s:
-                        return f"rank {rank} hangs"
-                    time.sleep(_BETWEEN_LOOKS_S)
-                said = self._store.get(f"{key}/{rank}").decode(errors="replace")
-                if said != _GOES_ON:
-                    return said
-        except dist.DistError as error:
-            return f"the store of the process group was lost ({str(error).splitlines()[0]})"
-        return refusal
+        lost = "the store of the process group was lost, or does not answer"
+        return self._asked(timeout_s + _PATIENCE_S, lambda: self._met(refusal, timeout_s), lost)
 
-    def _lost(self) -> list[int]:
-        here = socket.gethostname()
-        found: list[int] = []
-        for rank in range(self._size):
-            try:
-                host, pid, began = self._store.get(f"{self._prefix}/process/{rank}").decode().split("\n")
-            except (dist.DistError, ValueError):
-                return []
-            if host == here and _began_at(int(pid)) != began:
-                found.append(rank)
-        return found
+    def _met(self, refusal: str | None, timeout_s: float) -> str | None:
+        key, ends_s = f"{self._prefix}/again", time.monotonic() + timeout_s
+        self._store.set(f"{key}/{self._peers.rank}", _GOES_ON if refusal is None else refusal[:_LONGEST])
+        for rank in range(self._peers.size) if refusal is None else ():
+            while not self._store.check([f"{key}/{rank}"]):
+                if self._peers.ended():
+                    return self._peers.account()
+                if time.monotonic() > ends_s:
+                    return self._peers.account() or f"rank {rank} hangs"
+                time.sleep(_BETWEEN_LOOKS_S)
+            said = self._store.get(f"{key}/{rank}").decode(errors="replace")
+            if said != _GOES_ON:
+                return said
+        return refusal
 
     def close(self) -> None:
         """Ends the thread. Must not be called by it."""
-        try:
-            self._store.set(f"{self._prefix}/mail/{self._rank}", _CLOSED)
-        except dist.DistError:
-            return  # the store is lost, and the thread has ended by that
-        self._thread.join(timeout=5.0)
+        self._is_closed.set()
+        key = f"{self._prefix}/mail/{self._peers.rank}"
+        self._asked(_PATIENCE_S, lambda: self._store.set(key, _CLOSED), None)
+        if not self._is_silent:
+            self._thread.join(timeout=_PATIENCE_S)
+
+    def _asked(self, seconds: float, act: Callable[[], T], otherwise: T) -> T:
+        """Returns what the store answers to an act, or something else if it does not answer in time
+        or is lost. See [Note: a store that does not answer].
+        """
+        answers: list[T] = []
+
+        def ask() -> None:
+            with suppress(dist.DistError):
+                answers.append(act())
+
+        thread = threading.Thread(target=ask, name="memfit-news", daemon=True)
+        if not self._is_silent:
+            thread.start()
+            thread.join(seconds)
+            self._is_silent = thread.is_alive()
+        return answers[0] if answers else otherwise
 
 
-def _watch(store: Store, key: str, on_failure: Callable[[str], None]) -> None:
+def _watch(store: Store, key: str, peers: Peers, is_closed: threading.Event, on_failure: Callable[[str], None]) -> None:
     while True:
         try:
             store.wait([key], _WAITS)
@@ -152,9 +152,10 @@ def _watch(store: Store, key: str, on_failure: Callable[[str], None]) -> None:
         except dist.DistStoreError:
             continue  # nothing came for so long
         except dist.DistError as error:
-            on_failure(
-                f"the store of the process group was lost ({str(error).splitlines()[0]}): rank 0 or torchrun, which holds it, has ended"
-            )
+            # A rank that has the store and is through may end before this one is.
+            if not is_closed.wait(_GRACE_S):
+                why = peers.account() or "rank 0 or torchrun, which holds it, has ended"
+                on_failure(f"{why}: the store of the process group was lost ({str(error).splitlines()[0]})")
             return
         if text:
             on_failure(text.decode(errors="replace"))
@@ -164,19 +165,3 @@ def _watch(store: Store, key: str, on_failure: Callable[[str], None]) -> None:
 def _connection(store: Store) -> Store:
     """Returns a connection of its own to a store."""
     return cast("Any", store).clone()  # missing in torch's type stubs
-
-
-def _this_process() -> str:
-    return f"{socket.gethostname()}\n{os.getpid()}\n{_began_at(os.getpid())}"
-
-
-def _began_at(pid: int) -> str:
-    """Returns when a process of this machine began; text that no process has if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "ended"
-    # The command stands in parentheses and may hold spaces. Source: proc(5).
-    fields = text.rpartition(")")[2].split()
-    # A killed process is a zombie until its parent has heard of it.
-    return "ended" if fields[0] in "ZX" else fields[19]

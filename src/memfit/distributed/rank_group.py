@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,14 +19,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from memfit.core.errors import PeerError, UsageError
-from memfit.distributed.collective_thread import CollectiveHandle, CollectiveThread
+from memfit.distributed.collective_thread import UNKNOWN, CollectiveHandle, CollectiveThread
 from memfit.distributed.failure import FailureWatch
-from memfit.distributed.transport import Group, broadcast, rank_and_size
+from memfit.distributed.peers import Peers, meet
+from memfit.distributed.transport import BrokenTransportError, Group, transporting
 
 DEFAULT_TIMEOUT_S = 600.0
+_BETWEEN_LOOKS_S = 0.02
 T = TypeVar("T")
 
 
@@ -33,30 +35,82 @@ class RankGroup:
     """Ranks of one axis. Collectives run in a thread of its own, over sockets of its own.
 
     Args:
-        group: of torch.distributed, used by nobody else; None: this process alone.
-        store: by which ranks hear of failures; None: this process alone.
-        prefix: of its keys.
+        peers: the ranks; one for this process alone.
+        timeout_s: of the collectives.
 
     Attributes:
         rank: of this process.
         size: number of ranks.
         received: bytes of weights, gradients and states that came from other ranks, by purpose.
+
+    Raises:
+        PeerError: another rank was lost, or hangs, while sockets were made.
     """
 
-    def __init__(self, group: Group, store: Store | None, prefix: str) -> None:
-        self.rank, self.size = rank_and_size(group)
+    def __init__(self, peers: Peers, timeout_s: float) -> None:
+        self.rank, self.size = peers.rank, peers.size
         self.received: Counter[str] = Counter()
+        self._peers, self._timeout_s = peers, timeout_s
         self._dropping = threading.Lock()
-        self._begin(group, store, prefix)
+        self._begin(f"memfit/{peers.serial}")
 
-    def _begin(self, group: Group, store: Store | None, prefix: str) -> None:
-        self._group, self._store, self._prefix = group, store, prefix
+    def _begin(self, prefix: str) -> None:
+        self._group: Group = None
+        self._watch: FailureWatch | None = None
+        self._prefix = prefix
         # Weak: both threads live as long as the process if nobody closes the group.
         own: weakref.ref[RankGroup] = weakref.ref(self)
         self._thread = CollectiveThread("memfit-ranks", lambda error: _notice(own, error), lambda: _drop(own))
-        self._watch: FailureWatch | None = None
-        if store is not None and group is not None:
-            self._watch = FailureWatch(store, prefix, self.rank, self.size, lambda text: _hear(own, text))
+        if self.size > 1:
+            self.watched(self._connect)
+
+    def _connect(self) -> None:
+        """Starts the watch and makes the sockets."""
+        own: weakref.ref[RankGroup] = weakref.ref(self)
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001, torchrun's store has no public name
+        # First: a rank that fails from here on is heard of.
+        self._watch = FailureWatch(store, self._prefix, self._peers, lambda text: _hear(own, text))
+        group = dist.new_group(timeout=timedelta(seconds=self._timeout_s), backend=_backend())
+        if not isinstance(group, dist.ProcessGroup):
+            raise PeerError("this process is not a member of the default process group")
+        self._group = group
+        if self.failure is not None:
+            self._drop_group()  # nobody waits for it any more
+
+    def watched(self, act: Callable[[], T]) -> T:
+        """Does what makes sockets with other ranks, in a thread, while this one looks at their
+        processes: see `peers`, [Note: how ranks meet].
+
+        Args:
+            act: calls torch.distributed.
+
+        Raises:
+            PeerError: another rank was lost, or hangs; the group has failed by it. The act may go
+                on.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                with transporting():
+                    results.append(act())
+            except BaseException as error:  # noqa: BLE001, raised below, in the thread that waits
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="memfit-connecting", daemon=True)
+        thread.start()
+        ends_s = time.monotonic() + self._timeout_s
+        while thread.is_alive() and self.failure is None and not self._peers.ended() and time.monotonic() < ends_s:
+            thread.join(_BETWEEN_LOOKS_S)
+        if results:
+            return results[0]
+        cause = errors[0] if errors else BrokenTransportError("sockets between the ranks could not be made", ())
+        if isinstance(cause, BrokenTransportError):
+            cause = PeerError(f"{self._peers.account() or UNKNOWN}: {cause}")
+        error = self.failure or cause
+        self._end(error, str(error))
+        raise error
 
     @property
     def failure(self) -> BaseException | None:
@@ -85,10 +139,13 @@ class RankGroup:
         """Ends the group on all ranks, because this one failed: the others get its text as a
         `PeerError` at once, wherever they wait.
         """
+        self._end(error, self.words_of(error))
+
+    def _end(self, error: BaseException, text: str) -> None:
         # The others first: what this rank waits for is ended by the next line, and then it may end
         # as a process.
         if self._watch is not None and self._thread.failure is None:
-            self._watch.tell(self.words_of(error))
+            self._watch.tell(text)
         self._thread.fail(error)
 
     def note_lost(self, error: BaseException) -> None:
@@ -97,13 +154,13 @@ class RankGroup:
         watch = self._watch
         if watch is None or self._thread.failure is not None:
             return
-        lost = watch.lost()
-        if not lost and (told := watch.mail()):
+        account = self._peers.account()
+        if told := watch.mail():
             # A rank that has failed tells its cause first, and gives its sockets up then.
             self._thread.fail(PeerError(told))
             return
-        if lost:
-            error.args = (f"rank {', '.join(map(str, lost))} was lost: {error}",)
+        if account:
+            error.args = (f"{account}: {str(error).removeprefix(f'{UNKNOWN}: ')}",)
         watch.tell(str(error))
 
     def close(self, timeout_s: float = 30.0) -> bool:
@@ -121,37 +178,29 @@ class RankGroup:
         self._drop_group()
         return True
 
-    def renew(self, refusal: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def renew(self, refusal: str | None = None) -> None:
         """Makes the group anew behind a failure that all ranks have survived. All of them call it,
         also one that does not go on, so that nobody waits for it.
 
-        A rank that is killed after all have met, while sockets are made, is noticed by the timeout
-        of that alone, or by `torchrun`, which ends the others.
-
         Args:
             refusal: why this rank does not go on; then the others raise it.
-            timeout_s: of the collectives from then on, and of the wait for the other ranks.
 
         Raises:
-            PeerError: another rank does not go on, or was lost; the group stays as it is.
+            PeerError: another rank does not go on, or was lost.
         """
         assert self.failure is not None, "a group without a failure goes on as it is"
         watch = self._watch
         if watch is None or refusal is not None:
             if watch is not None:
-                watch.meet(refusal, timeout_s)
+                watch.meet(refusal, self._timeout_s)
             return
         # First: a collective that still runs touches memory that the job is about to give up.
-        why = None if self._thread.close(timeout_s) else "a collective still runs"
-        why = watch.meet(None if why is None else f"rank {self.rank}: {why}", timeout_s)
+        why = None if self._thread.close(self._timeout_s) else "a collective still runs"
+        why = watch.meet(None if why is None else f"rank {self.rank}: {why}", self._timeout_s)
         if why is not None:
             raise PeerError(why)
-        store, prefix = self._store, f"{self._prefix}/again"
         self.close()
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=_backend())
-        if not isinstance(group, dist.ProcessGroup):
-            raise PeerError("this process is not a member of the default process group")
-        self._begin(group, store, prefix)
+        self._begin(f"{self._prefix}/again")
 
     def _drop_group(self) -> None:
         with self._dropping:
@@ -165,32 +214,39 @@ class RankGroup:
             gc.collect()
 
 
-def open_group(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> RankGroup:
+def open_group(*, timeout_s: float | None = None) -> RankGroup:
     """Makes a group of all ranks of the default process group; all ranks call it. Without one it is
     initialized from the environment of `torchrun`; without that this process is alone.
 
     Args:
-        timeout_s: after it a collective that a rank does not come to is an error.
+        timeout_s: after it a collective that a rank does not come to is an error; None: that of the
+            default process group, as `init_process_group(timeout=...)` was told it.
 
     Raises:
         UsageError: torch was built without torch.distributed.
+        PeerError: another rank was lost, or hangs.
     """
     if not is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-            return RankGroup(None, None, "memfit/alone")
+            return RankGroup(meet(None), DEFAULT_TIMEOUT_S)
         if not dist.is_available():
             raise UsageError("torchrun has started several ranks, and this torch was built without torch.distributed")
-        dist.init_process_group(_backend())
-    if dist.get_world_size() == 1:
-        return RankGroup(None, None, "memfit/alone")
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=_backend())
-    if not isinstance(group, dist.ProcessGroup):
-        raise PeerError("this process is not a member of the default process group")
-    # Rank 0's, so that a process that takes a lost one's place reads the same keys as the others.
-    serial = torch.tensor([int.from_bytes(os.urandom(7)) if dist.get_rank(group) == 0 else 0])
-    broadcast(group, serial, 0)
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001, torchrun's store has no public name
-    return RankGroup(group, store, f"memfit/{int(serial):x}")
+        dist.init_process_group(_backend(), timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
+    default = dist.group.WORLD
+    if default is None or default.size() == 1:
+        return RankGroup(meet(None), DEFAULT_TIMEOUT_S)
+    if timeout_s is None:
+        options = default._get_backend(default._device_types[0]).options  # noqa: SLF001, no public name
+        timeout_s = options._timeout.total_seconds()  # noqa: SLF001
+    if torch.device("cpu") not in default._device_types:  # noqa: SLF001
+        default = dist.new_group(backend="gloo")
+    assert isinstance(default, dist.ProcessGroup), "all ranks of the default group are its members"
+    try:
+        peers = meet(default)
+    except BrokenTransportError as error:
+        # Without the cause: its frames hold the group.
+        raise PeerError(f"{UNKNOWN} before all ranks were in memfit: {error}") from None
+    return RankGroup(peers, timeout_s)
 
 
 def _backend() -> str:

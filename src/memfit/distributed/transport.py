@@ -23,6 +23,7 @@ busy cores can be many collectives later. So a buffer is not given up by droppin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -54,8 +55,13 @@ class BrokenTransportError(Exception):
 
 
 @contextmanager
-def transporting(left: Sequence[dist.Work] = ()) -> Iterator[None]:
-    """Context in which torch.distributed is called: its errors become `BrokenTransportError`."""
+def transporting(left: Sequence[dist.Work] = (), about: str = "") -> Iterator[None]:
+    """Context in which torch.distributed is called: its errors become `BrokenTransportError`.
+
+    Args:
+        left: collectives that go on behind an error.
+        about: words before the error's.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -64,7 +70,8 @@ def transporting(left: Sequence[dist.Work] = ()) -> Iterator[None]:
         text = str(error).strip().splitlines()
         # What follows is advice of the library's, on other causes too.
         told = text[0].partition(". This is typically")[0] if text else type(error).__name__
-        raise BrokenTransportError(told, left) from error
+        told = re.sub(r"^\[\S+\] ", "", told)  # a place in Gloo's source
+        raise BrokenTransportError(f"{about}{told}", left) from error
 
 
 def gather_in_place(group: Group, whole: Tensor, borders: Sequence[int]) -> None:
@@ -78,16 +85,20 @@ def gather_in_place(group: Group, whole: Tensor, borders: Sequence[int]) -> None
     if group is None:
         return
     works: list[dist.Work] = []
+    peers: list[int] = []
     own, size = rank_and_size(group)
-    with transporting(works):
-        shares = [_as_bytes(whole[first:last]) for first, last in pairwise(borders)]
-        # In another order on each rank, so that not all send to the same one at once.
-        for peer in ((own + turn) % size for turn in range(1, size)):
+    shares = [_as_bytes(whole[first:last]) for first, last in pairwise(borders)]
+    # In another order on each rank, so that not all send to the same one at once.
+    for peer in ((own + turn) % size for turn in range(1, size)):
+        with transporting(works, f"rank {peer}: "):
             if shares[peer].numel():
                 works.append(_begun(dist.irecv(shares[peer], group=group, group_src=peer)))
+                peers.append(peer)
             if shares[own].numel():
                 works.append(_begun(dist.isend(shares[own], group=group, group_dst=peer)))
-        while works:
+                peers.append(peer)
+    for peer in peers:
+        with transporting(works, f"rank {peer}: "):
             # Taken off first: what is left when one fails has not been waited for.
             works.pop(0).wait()
 

@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from memfit.batches.cutting import ways_of
 from memfit.core.errors import UsageError
+from memfit.distributed.rank_group import DEFAULT_TIMEOUT_S
 
 
 def join_ranks() -> tuple[int, int]:
@@ -27,7 +29,7 @@ def join_ranks() -> tuple[int, int]:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
             return 0, 1
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
     return dist.get_rank(), dist.get_world_size()
 
 

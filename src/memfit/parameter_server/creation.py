@@ -270,7 +270,7 @@ def _create(
 ) -> ParameterServer:
     workers = [rank for rank in range(ranks.size) if rank not in servers]
     owners = divided({index: p.nbytes for index, (_, p) in parameters.items()}, servers)
-    pairs = _connect(ranks.rank, servers, workers, timeout_s)
+    pairs = ranks.watched(lambda: _connect(ranks.rank, servers, workers, timeout_s))
     with ExitStack() as stack:
         for pair in pairs.values():
             stack.callback(pair.close)
