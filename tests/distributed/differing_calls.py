@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import memfit
 from distributed.training import Tower, batch_of, loss, plan_for
@@ -100,3 +105,50 @@ def steps_after(rank: int, size: int, how: str, stage: int, directory: str) -> l
     attempt(lambda: job.step(batch))
     job.close(restore=False)
     return told
+
+
+class Halves(nn.Module):
+    """Two linear layers, of which each rank has a part, as tensor parallel libraries make it of local weights."""
+
+    def __init__(self, rank: int, size: int, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        rows = {"uneven": 8 + 8 * rank, "groups": 8}.get(how, 16 // size)
+        self.first = nn.Linear(8, rows, bias=False)
+        self.last = nn.Linear(rows, 8, bias=False)
+        if how != "groups":
+            nn.init.normal_(self.last.weight, generator=torch.Generator().manual_seed(rank))
+        group = dist.new_group(list(range(2 if how == "groups" else size)), backend="gloo")
+        # In a closure of a hook, as `distribute_module` and the like do it.
+        self.last.register_forward_hook(lambda _, __, out: _summed(out, group))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The sum over all parts."""
+        return self.last(self.first(batch))
+
+
+def _summed(out: Any, group: Any) -> Any:
+    if isinstance(out, FakeTensor) or not isinstance(group, dist.ProcessGroup):
+        return out
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def parts(rank: int, size: int, how: str) -> str:
+    """`fit` of a model of which each rank has a part; returns the error."""
+    model: nn.Module = Halves(rank, size, how)
+    if how == "dtensor":
+        mesh = init_device_mesh("cpu", (size,))
+        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fitting = pytest.MonkeyPatch()
+    if how == "alone":
+        fitting.setattr("memfit.api.over_ranks.is_initialized", lambda: False)
+    try:
+        memfit.fit(model, optimizer, lambda m, b: m(b).square().mean(), torch.ones(4, 8), max_grad_norm=0.1)
+    except memfit.MemfitError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fitting.undo()
+    return ""

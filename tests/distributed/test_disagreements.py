@@ -71,3 +71,24 @@ def test_what_fails_on_all_ranks_alike_leaves_their_job(ranks: Ranks, tmp_path: 
         for refused, after in ranks.run(2, f"{CALLS}:steps_after", how, 3, str(tmp_path), timeout_s=LONG_S):
             assert refused.startswith(error)
             assert after == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "words"),
+    [
+        ("visible", 2, "weight 'last.weight': checksum"),
+        ("uneven", 2, "first.weight (8, 8)"),
+        ("groups", 3, "a process group of ranks [0, 1] in the model"),
+        ("alone", 2, "UnsupportedError: the model holds a process group of ranks [0, 1]"),
+        ("dtensor", 2, "UnsupportedError: '0.weight' is a DTensor"),
+    ],
+)
+def test_models_of_which_each_rank_has_a_part_are_refused_in_words(
+    ranks: Ranks, how: str, size: int, words: str
+) -> None:
+    """Clipped by each rank's own norm, what all parts have whole would drift apart."""
+    told = ranks.run(size, f"{CALLS}:parts", how, timeout_s=LONG_S)
+    assert words in told[0]
+    for text in told:
+        assert "are not supported yet" in text
+        assert "quantized" not in text

@@ -21,6 +21,7 @@ from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.hardware import DATA_AXIS, Hardware
 from memfit.core.plan import Plan
 from memfit.distributed.agreement import agree, optional_texts
+from memfit.distributed.model_parallel import WHOLE, groups_of, refuse_parts
 from memfit.distributed.probe_network import probe_network
 from memfit.distributed.rank_group import RankGroup, is_initialized, open_group
 from memfit.job.setup import Setup
@@ -46,14 +47,17 @@ def fitting_ranks(
 
     Raises:
         UsageError: the ranks' models or optimizers differ, or they call different things.
+        UnsupportedError: the model is a part of one, and this process would train it alone.
         PeerError: another rank failed.
     """
     if not is_initialized() or torch.distributed.get_world_size() == 1:
+        refuse_parts(model)
         yield None
         return
     ranks = open_group()
     try:
         agree(ranks, "memfit.fit", digest=_described(model, optimizer, asked))
+        agree(ranks, "memfit.fit with these parameters", digest=_shapes(model), advice=WHOLE)
         with failing_together(ranks):
             yield ranks
     except BaseException:
@@ -179,5 +183,10 @@ def _described(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Mappin
             for key, value in states.items()
             if isinstance(value, torch.Tensor) and value.device.type == "cpu"
         ]
-    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     return "\n".join(lines)
+
+
+def _shapes(model: nn.Module) -> str:
+    """Describes the parameters, and the process groups of a model that is a part."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    return "\n".join([*lines, *(f"a process group of ranks {ranks} in the model" for ranks in groups_of(model))])

@@ -22,7 +22,7 @@ from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import Group, gather_in_place, gather_small
 
 _MOST_VALUES = 6
-_LONGEST = 2000
+_LONGEST = 1 << 20
 
 
 class DisagreementError(UsageError):
@@ -30,7 +30,13 @@ class DisagreementError(UsageError):
 
 
 def agree(
-    ranks: RankGroup, name: str, *, digest: str = "", values: Sequence[float] = (), problem: str | None = None
+    ranks: RankGroup,
+    name: str,
+    *,
+    digest: str = "",
+    values: Sequence[float] = (),
+    problem: str | None = None,
+    advice: str = "",
 ) -> list[list[float]]:
     """Agrees with all ranks on the call that comes.
 
@@ -40,6 +46,7 @@ def agree(
         digest: text that must be equal on all ranks: only its hash travels.
         values: numbers to exchange.
         problem: why this rank cannot; then the others raise, and this one raises its own error.
+        advice: sentence for people whose ranks have other digests.
 
     Returns:
         The values of each rank.
@@ -55,12 +62,12 @@ def agree(
     names, digests, problems = (found[:, column].tolist() for column in range(3))
     if any(problems) or len(set(names)) > 1 or len(set(digests)) > 1:
         told = texts(ranks, problem if problem is not None else f"{name}: {digest}")
-        _refuse(ranks.rank, problems, names, digests, told)
+        _refuse(ranks.rank, problems, names, digests, told, advice)
     return found[:, 4:].contiguous().view(torch.float64).tolist()
 
 
 def _refuse(
-    rank: int, problems: Sequence[int], names: Sequence[int], digests: Sequence[int], told: Sequence[str]
+    rank: int, problems: Sequence[int], names: Sequence[int], digests: Sequence[int], told: Sequence[str], advice: str
 ) -> None:
     if any(problems):
         if problems[rank]:
@@ -74,20 +81,21 @@ def _refuse(
         )
     other = next(r for r, digest in enumerate(digests) if digest != digests[rank])
     raise DisagreementError(
-        f"ranks {rank} and {other} are about to do different things. {difference(told[rank], told[other])}"
+        f"ranks {rank} and {other} are about to do different things. {difference(told[rank], told[other])}. {advice}"
     )
 
 
 def difference(one: str, other: str) -> str:
     """Shows the first line in which two texts differ."""
-    for number, (mine, theirs) in enumerate(zip(one.splitlines(), other.splitlines(), strict=False), start=1):
+    lines = itertools.zip_longest(one.splitlines(), other.splitlines(), fillvalue="")
+    for number, (mine, theirs) in enumerate(lines, start=1):
         if mine != theirs:
             return f"Line {number} here: {mine!r:.200}; there: {theirs!r:.200}"
-    return f"One has {len(one.splitlines())} lines, the other {len(other.splitlines())}"
+    return f"They are alike in the first {len(one.splitlines())} lines"
 
 
 def texts(ranks: RankGroup, own: str) -> list[str]:
-    """Exchanges texts; the first 2,000 bytes of each."""
+    """Exchanges texts; the first MiB of each."""
     return [text if text is not None else "" for text in optional_texts(ranks, own, longest=_LONGEST)]
 
 

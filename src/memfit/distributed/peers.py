@@ -91,7 +91,7 @@ def meet(group: dist.ProcessGroup | None) -> Peers:
     Raises:
         BrokenTransportError: a rank was lost, or did not come in the group's time.
     """
-    record = "\n".join((_machine(), str(os.getpid()), _began_at(os.getpid()), os.urandom(7).hex()))
+    record = "\n".join((_machine(), str(os.getpid()), _status(os.getpid())[1], os.urandom(7).hex()))
     row = torch.frombuffer(bytearray(record.encode().ljust(_RECORD_BYTES)), dtype=torch.uint8)
     rows = gather_small(group, row).tolist()
     return Peers(rank_and_size(group)[0], [bytes(row).decode().rstrip() for row in rows])
@@ -114,10 +114,6 @@ def _state_of(pid: int, began: str) -> str:
         return _ENDED
     # "t" is a process that a debugger has stopped.
     return _STOPPED if state in {"T", "t"} else ""
-
-
-def _began_at(pid: int) -> str:
-    return _status(pid)[1]
 
 
 def _status(pid: int) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.shares import Share
 from memfit.core.tiers import Tier
 from memfit.distributed.agreement import agree
+from memfit.distributed.model_parallel import WHOLE
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.rank_sharing import RankSharing
 from memfit.engine.call_frames import CallFrames
@@ -120,7 +121,7 @@ class Assembly(Contents):
             self.house.move_in(bring, setup.sources.take_back, self._stage, FreedPages(self.machine).note)
             if setup.ranks is not None:
                 names = {id(slot.parameter): slot.name for _, slot in self.place.values()}
-                agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names))
+                agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names), advice=WHOLE)
         else:
             resumed.restore_homes(setup.sources.forget)
             if setup.ranks is not None:

@@ -165,6 +165,11 @@ def _check_tensors(model: nn.Module) -> None:
         kind = type(tensor)
         library = kind.__module__.partition(".")[0]
         told = f"{name!r} is a {kind.__name__}" + ("" if library == "torch" else f" of {library}")
+        if hasattr(tensor, "device_mesh"):
+            raise UnsupportedError(
+                f"{told}, of which each process of a mesh has a part (tensor parallel, fully_shard). Ranks of memfit each build the whole model, before it "
+                "is divided, and memfit.fit divides it; other meshes are not supported yet"
+            )
         if is_traceable_wrapper_subclass(tensor) or _has_own_dispatch(kind):
             raise UnsupportedError(
                 f"{told}, a tensor whose values lie in other tensors inside it; memfit moves tensors that own their bytes. For a frozen base in 4 bits take "
