@@ -17,7 +17,19 @@ from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit import arena, communicator, losses, parameter_server, sinks
-    from memfit.api import Job, MemfitEma, Parts, ResumableLoader, StepResult, empty, fit, infer, profile, verify
+    from memfit.api import (
+        Job,
+        MemfitEma,
+        Parts,
+        ResumableLoader,
+        StepResult,
+        empty,
+        first_batch,
+        fit,
+        infer,
+        profile,
+        verify,
+    )
     from memfit.core.errors import (
         AwayError,
         DoesNotFitError,
@@ -65,6 +77,7 @@ _ORIGINS = {
     "UsageError": "memfit.core.errors",
     "WithFrozen": "memfit.tensors.with_frozen",
     "empty": "memfit.api",
+    "first_batch": "memfit.api",
     "fit": "memfit.api",
     "infer": "memfit.api",
     "is_planning": "memfit.core.planning_state",
@@ -100,6 +113,7 @@ __all__ = [
     "arena",
     "communicator",
     "empty",
+    "first_batch",
     "fit",
     "infer",
     "is_planning",

@@ -159,8 +159,14 @@ class _Endless(IterableDataset[Tensor]):
 DATA = TensorDataset(torch.randn(8, 6), torch.arange(8) % 3)
 
 
+@pytest.mark.parametrize("make", [iter, lambda loader: (batch for batch in loader)])
+def test_what_gives_its_batches_once_is_no_sample(make: Any) -> None:
+    with pytest.raises(UsageError, match="gives its batches once.*pass it as the sample"):
+        _fit(sample=make(DataLoader(DATA, batch_size=2)))
+
+
 @pytest.mark.parametrize(
-    "sample",
+    "loader",
     [
         DataLoader(DATA, batch_size=2),
         iter(DataLoader(DATA, batch_size=2)),
@@ -168,12 +174,10 @@ DATA = TensorDataset(torch.randn(8, 6), torch.arange(8) % 3)
         memfit.ResumableLoader(DATA, batch_size=2, seed=0),
     ],
 )
-def test_what_gives_batches_is_no_batch_and_the_answer_says_how_one_is_had(sample: Any) -> None:
-    with pytest.raises(UsageError, match=r"gives batches.*next\(iter\(loader\)\)"):
-        _fit(sample=sample)
+def test_what_gives_batches_is_no_batch_of_a_step_and_the_answer_says_how_one_is_had(loader: Any) -> None:
     job = _fit()
-    with pytest.raises(UsageError, match=r"gives batches.*next\(iter\(loader\)\)"):
-        job.step(sample)
+    with pytest.raises(UsageError, match="gives batches.*for batch in loader"):
+        job.step(loader)
     job.close()
 
 

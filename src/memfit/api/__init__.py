@@ -7,6 +7,7 @@ weights (`empty`); forward passes with weights that stream (`infer`).
 
 from memfit.api.empty_model import empty
 from memfit.api.equivalence import Equivalence, verify
+from memfit.api.first_batch import first_batch, generators_kept, sample_of
 from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
 from memfit.batches.parts import Parts
@@ -28,9 +29,12 @@ __all__ = [
     "ResumableLoader",
     "StepResult",
     "empty",
+    "first_batch",
     "fit",
+    "generators_kept",
     "infer",
     "load",
     "profile",
+    "sample_of",
     "verify",
 ]

@@ -15,6 +15,7 @@ from torch import nn
 
 from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
 from memfit.api.explaining import AskedPlan, explain_choice, explain_plan
+from memfit.api.first_batch import sample_of
 from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked, plan_of_one_batch, whole_by_lines
 from memfit.api.parts_plan import check_parts_alone, told_of_road
@@ -130,7 +131,7 @@ def advise(
         model: as in `fit`, like all the others.
         optimizer: its states are foretold, it is not stepped.
         loss: the user's.
-        sample: a batch.
+        sample: a batch, or a loader.
         limit: bytes of the device; None: no limit, or all that a described device has.
         host_limit: of host memory beside a device; None: what the machine has.
         disk_limit: of files; None likewise.
@@ -221,7 +222,7 @@ def ask(
     Raises:
         UsageError: as in `advise`.
     """
-    allow = own_allowances(allow)
+    allow, sample = own_allowances(allow), sample_of(sample)
     check_arguments(model, loss, allow, max_grad_norm, numerics, split)
     stated, device = read_hardware(hardware), device_of(model)
     given = read_given(plan)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memfit.api.first_batch import sample_of
 from memfit.api.fit import fit
 from memfit.batches.parts import Parts
 from memfit.core.errors import UsageError
@@ -90,7 +91,7 @@ def verify(
         model: as in `fit`, like the next three; none is changed.
         optimizer: of the model's parameters.
         loss: the user's.
-        sample: the batch of each step, or its `memfit.Parts`.
+        sample: the batch of each step, or its `memfit.Parts`; of a loader, its first batch.
         steps: at least 1.
         options: other arguments of `fit`, such as `limit`, `plan`, `allow` and `max_grad_norm`.
 
@@ -101,6 +102,7 @@ def verify(
         UsageError: an option that has no meaning here, or a model without its weights.
         MemfitError: as `fit`.
     """
+    sample = sample_of(sample)
     refused = [name for name in options if name in _NOT_HERE]
     if refused:
         raise UsageError(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_claim
+from memfit.api.first_batch import sample_of
 from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked
 from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
@@ -111,8 +112,11 @@ def fit(
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
         loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is
             meant.
-        sample: a batch as `step` will get them. It may be cut into microbatches if dimension 0 of
-            all its tensors counts rows (lists with as many entries are cut too). A batch of
+        sample: a batch as `step` will get them; or the loader that gives them, of which one is
+            drawn so that its order stays (`memfit.first_batch`). A loader is a `DataLoader`, or can
+            be iterated and has a `batch_size` or a `state_dict`; anything else is a batch, also a
+            list of batches (pass `batches[0]`). A batch may be cut into microbatches if dimension 0
+            of all its tensors counts rows (lists with as many entries are cut too). A batch of
             transformers' vision-language models, whose images' patches lie in one tensor, is cut by
             the rows that the patches belong to. Any other batch is trained whole. Whether a cut
             means the same is tried out on the sample (and on the first batch, if the sample's rows
@@ -243,6 +247,7 @@ def fit(
             dtype or optimizer; the difference is named.
         StoreInUseError: a live job has the store.
     """
+    sample = sample_of(sample)
     asked = dict(locals())
     with fitting_ranks(model, optimizer, asked) as ranks:
         allow = own_allowances(allow)
@@ -479,7 +484,7 @@ def profile(
         model: as in `fit`, like the next four.
         optimizer: its states are foretold, it is not stepped.
         loss: the user's.
-        sample: a batch.
+        sample: a batch, or a loader.
         blocks: names or modules.
         microbatches: trace the sizes that these splits make; of `memfit.Parts` the largest is.
         hardware: the machine that the step would run on (object, name, JSON text or a path to it),
@@ -493,6 +498,7 @@ def profile(
         UsageError: an argument is invalid, or no machine is called so.
     """
     check_arguments(model, loss, (), None)
+    sample = sample_of(sample)
     stated, device = read_hardware(hardware), device_of(model)
     problem = Problem(
         model=model,

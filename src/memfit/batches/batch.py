@@ -103,8 +103,10 @@ def gives_batches(thing: object) -> bool:
     """A loader, or an iterator, and not a batch."""
     if isinstance(thing, torch.Tensor | Mapping):
         return False
-    # Loaders have little in common but that: a batch size, or a position that can be saved.
-    is_loader = hasattr(type(thing), "__iter__") and (hasattr(thing, "batch_size") or hasattr(thing, "state_dict"))
+    # Loaders have little in common but that: a batch size, or a position that can be saved. So have
+    # graphs and dictionaries of tensors (PyTorch Geometric, TensorDict), which have keys.
+    is_sized = hasattr(thing, "batch_size") or hasattr(thing, "state_dict")
+    is_loader = hasattr(type(thing), "__iter__") and is_sized and not hasattr(thing, "keys")
     return is_loader or isinstance(thing, Iterator)
 
 
@@ -116,11 +118,11 @@ def refuse_loader(batch: object) -> None:
     """
     if gives_batches(batch):
         raise UsageError(
-            f"this is a {type(batch).__name__}, which gives batches, and not a batch: pass one of them, such as next(iter(loader))"
+            f"this is a {type(batch).__name__}, which gives batches, and not a batch: pass each of them, as in `for batch in loader`"
         )
     if isinstance(batch, torch.utils.data.Dataset):
         raise UsageError(
-            f"this is a dataset ({type(batch).__name__}), not a batch: pass one batch of its loader, next(iter(torch.utils.data.DataLoader(dataset, ...)))"
+            f"this is a dataset ({type(batch).__name__}), not a batch: pass batches of its loader, torch.utils.data.DataLoader(dataset, ...)"
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,7 @@ def read_parts(text: str, given: Any) -> SourceParts:
     Raises:
         UsageError: something else, or no batches come.
     """
+    from memfit.api import first_batch
     from memfit.job.limit_checks import gives_batches
 
     if not isinstance(given, tuple) or len(given) not in (4, 5):
@@ -173,14 +175,10 @@ def read_parts(text: str, given: Any) -> SourceParts:
     batches = rest[0] if rest else None
     if batches is None and (gives_batches(sample) or _is_list_of_batches(sample)):
         batches = sample
-        position = batches.state_dict() if hasattr(batches, "state_dict") else None
-        sample = next(iter(batches), None)
-        if position is not None:
-            batches.load_state_dict(position)  # the sample is the first step's batch too
-        if sample is None:
-            raise UsageError(
-                f"the {type(batches).__name__} of {text} gives no batches: return one that can be iterated again, over data that is there"
-            )
+        if isinstance(batches, Iterator):
+            drawn = list(itertools.islice(batches, 1))
+            sample, batches = drawn, itertools.chain(drawn, batches)
+        sample = first_batch(sample)  # which is the first step's batch too
     return SourceParts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)
 
 

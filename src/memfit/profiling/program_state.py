@@ -52,6 +52,7 @@ class _Found:
     tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = field(default_factory=dict[int, Any])
     generators: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list[Any])
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
+    keeps_tensors: bool = True
 
 
 class ProgramState:
@@ -62,10 +63,11 @@ class ProgramState:
     Args:
         function: of the user's program.
         model: not looked at; its modules are restored by themselves.
+        keeps_tensors: values of tensors are given back, too; False: they may be many (a dataset).
     """
 
-    def __init__(self, function: Any, model: nn.Module) -> None:
-        self._found = _Found()
+    def __init__(self, function: Any, model: nn.Module, *, keeps_tensors: bool = True) -> None:
+        self._found = _Found(keeps_tensors=keeps_tensors)
         for module in model.modules():
             self._found.seen[id(module)] = module
         for tensor in (*model.parameters(), *model.buffers()):
@@ -120,13 +122,13 @@ class ProgramState:
 
 
 @contextmanager
-def untouched_program(function: Any, model: nn.Module) -> Iterator[ProgramState]:
+def untouched_program(function: Any, model: nn.Module, *, keeps_tensors: bool = True) -> Iterator[ProgramState]:
     """Gives what a function keeps back at the end. See [Note: what a loss keeps].
 
     Yields:
         What it keeps, as it was at entry.
     """
-    state = ProgramState(function, model)
+    state = ProgramState(function, model, keeps_tensors=keeps_tensors)
     try:
         yield state
     finally:
@@ -204,7 +206,8 @@ def _enter(found: _Found, name: str, values: Any, depth: int) -> None:
 
 def _note_tensor(found: _Found, name: str, tensor: torch.Tensor) -> None:
     if (
-        type(tensor) is not torch.Tensor
+        not found.keeps_tensors
+        or type(tensor) is not torch.Tensor
         or tensor.is_inference()
         or tensor.layout is not torch.strided
         or tensor.is_meta
