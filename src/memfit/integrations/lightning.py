@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # pyright: ignore[reportMissingImports]
 
-from memfit.api import Job, Lines, fit, load
+from memfit.api import Job, Lines, fit, generators_kept, load, sample_of
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
 
@@ -127,7 +127,14 @@ class MemfitStrategy(_AtHome):
         module: Any = self.lightning_module
         if self.job is None and module.trainer.training:
             self._begin(module, batch)
+        if self._lines is not None and module.trainer.training:
+            self._lines.expect(batch)
         return batch
+
+    def _batch_of(self, module: Any, batch: Any) -> Any:
+        """Returns a batch of a loader as the trainer would give it to `training_step`."""
+        batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))  # noqa: SLF001, the trainer's words
+        return super().batch_to_device(batch)
 
     def _begin(self, module: Any, batch: Any) -> None:
         if len(self.optimizers) != 1:
@@ -138,15 +145,45 @@ class MemfitStrategy(_AtHome):
         if module.trainer.precision.startswith("16"):
             raise UnsupportedError('precision="16-mixed" reads gradients that may rest elsewhere: use "bf16-mixed"')
         options = dict(self._options)
-        sample = options.pop("sample", batch)
-        with _without_logs(module):
-            loss = _loss if module.automatic_optimization else _first_loss
+        with generators_kept():
+            sample = self._batch_of(module, sample_of(options.pop("sample"))) if "sample" in options else batch
+            loss = self._loss if module.automatic_optimization else self._first_loss
             self._module = module
             self.job = fit(module, self.optimizers[0], loss, sample, lines=True, **options)
         if self._saved is not None:
             self.job.load(self._saved, restore_random=False)  # the trainer restores its own
             self._saved = None
         self._lines = self._training.enter_context(self.job.lines())
+
+    def _loss(self, module: Any, batch: Any) -> torch.Tensor:
+        """Returns the loss of a batch, for planning: of the strategy's own step, inside of all that
+        the precision puts around it.
+        """
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        with _without_logs(module):
+            found = super().training_step(batch, *([0] if takes_index else []))
+        return found["loss"] if isinstance(found, Mapping) else found
+
+    def _first_loss(self, module: Any, batch: Any) -> torch.Tensor:
+        """Returns what a module that optimizes manually runs back first; what it does then is not
+        done.
+        """
+        found: list[torch.Tensor] = []
+
+        def note(loss: torch.Tensor, *_: object, **__: object) -> None:
+            found.append(loss)
+            raise _BackwardBeginsError
+
+        module.manual_backward = note
+        try:
+            self._loss(module, batch)
+        except _BackwardBeginsError:
+            return found[0]
+        finally:
+            del module.manual_backward
+        raise UsageError(
+            "training_step came to its end without self.manual_backward(loss): call it for the batch of MemfitStrategy(sample=...), or for the first one"
+        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See `Strategy`: a forward of the user's own lines."""
@@ -273,36 +310,8 @@ class MemfitStrategy(_AtHome):
             super().load_optimizer_state_dict(checkpoint)
 
 
-def _loss(module: Any, batch: Any) -> torch.Tensor:
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    found = module.training_step(batch, 0) if takes_index else module.training_step(batch)
-    return found["loss"] if isinstance(found, Mapping) else found
-
-
 class _BackwardBeginsError(Exception):
     """Raised where a `training_step` under manual optimization asks for its first backward."""
-
-
-def _first_loss(module: Any, batch: Any) -> torch.Tensor:
-    """Returns what a module that optimizes manually runs back first; what it does then is not
-    done.
-    """
-    found: list[torch.Tensor] = []
-
-    def note(loss: torch.Tensor, *_: object, **__: object) -> None:
-        found.append(loss)
-        raise _BackwardBeginsError
-
-    module.manual_backward = note
-    try:
-        _loss(module, batch)
-    except _BackwardBeginsError:
-        return found[0]
-    finally:
-        del module.manual_backward
-    raise UsageError(
-        "training_step came to its end without self.manual_backward(loss): call it for the batch that is given to MemfitStrategy(sample=...), or for the first one"
-    )
 
 
 @contextmanager

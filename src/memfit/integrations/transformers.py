@@ -17,20 +17,18 @@ With `mode="collected"` windows of accumulation are steps of the job instead
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from memfit.api import Job, Lines, Parts, fit
+from memfit.api import Job, Lines, Parts, fit, generators_kept, sample_of
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
 from memfit.integrations.windows import CollectedWindows, Window, collects, uncounted
@@ -68,6 +66,7 @@ class MemfitMixin(CollectedWindows):
         self._memfit_stack: ExitStack | None = None
         self._memfit_weights: Path | None = None
         self._memfit_states: Path | None = None
+        self._memfit_lines: Lines | None = None
         self._memfit_in_checkpoint = False
         self._memfit_trainable: list[nn.Parameter] = []
         refused = [name for name in self._memfit_options if name in DECIDED_BY_HOSTS]
@@ -110,12 +109,14 @@ class MemfitMixin(CollectedWindows):
             self._memfit_window = Window(found, items)
         if self.job is None and found and self._memfit_stack is not None:
             self._memfit_begin(found, items, self._memfit_stack)
+        if self._memfit_lines is not None and found:
+            self._memfit_lines.expect(self._prepare_inputs(max(found, key=_elements)))  # type: ignore[attr-defined]
         return found, items
 
     def _memfit_begin(self, batches: list[Any], items: Any, stack: ExitStack) -> None:
         options = dict(self._memfit_options)
         sample = options.pop("sample", None)
-        sample = max(batches, key=_elements) if sample is None else sample
+        sample = max(batches, key=_elements) if sample is None else sample_of(sample)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.model.train()
         frozen, whole = self._memfit_others(), self.model
@@ -135,14 +136,15 @@ class MemfitMixin(CollectedWindows):
             # As many parts as the longest window has, each of which may be the largest.
             parts = [dict(sample)] * max(self.args.gradient_accumulation_steps, len(batches))
             how = {"loss": self._memfit_part, "sample": Parts(parts), "max_grad_norm": self.args.max_grad_norm or None}
-        with _generators_kept():
+        with generators_kept():  # batches of a resumed run come from them
             job = fit(whole, optimizer, weights=self._memfit_weights, **how, **options)
             self.job = job
             if self._memfit_states is not None:
                 job.load_states(self._memfit_states)
         self._memfit_weights = self._memfit_states = None
         if not self._memfit_collects:
-            lines = stack.enter_context(job.lines())
+            lines = self._memfit_lines = stack.enter_context(job.lines())
+            stack.callback(setattr, self, "_memfit_lines", None)
             if frozen:
                 stack.enter_context(self._memfit_whole_losses(lines))
 
@@ -332,20 +334,6 @@ def _loss_of(trainer: Any, items: Any) -> Callable[[Any, Any], Any]:
             return trainer.compute_loss(saved_model(model), dict(batch), num_items_in_batch=items)
 
     return loss
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Context after which the default generators are where they were: batches of a resumed run come
-    from them.
-    """
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
 
 
 def _elements(batch: Any) -> int:

@@ -73,6 +73,7 @@ class Lines:
         self._around = ExitStack()
         self._run: DrivenRun | None = None
         self._prepared: Prepared | None = None
+        self._sample = runner.assembly.setup.lines_sample
         self._recorder: StepRecorder | None = None
         self._is_busy = False
         self._has_raised = False
@@ -156,6 +157,24 @@ class Lines:
             f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit in lines of yours, behind '{self._assembly.engine.at}': "
             f"{refusal_words(error)} Nothing was updated since the last optimizer.step(). {way}"
         )
+
+    def expect(self, batch: Any) -> None:
+        """Plans for a batch before its forward begins, if it is larger than the sample and those
+        before it. Without this call such a batch runs as the sample was planned.
+
+        Memory: the largest batch stays.
+
+        Raises:
+            DoesNotFitError: it does not fit under the plan; nothing has begun.
+        """
+        if _elements(batch) <= _elements(self._sample):
+            return
+        with self._tracing():
+            prepared = self._assembly.shapes.prepare(batch)
+        self._sample = batch
+        if self._prepared is not None:
+            # The window goes on under the larger prediction; its measurement was of the other one.
+            self._prepared, self._recorder = prepared, None
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -275,14 +294,19 @@ class Lines:
 
     def _begin_window(self) -> Prepared:
         self._check_usable()
-        # What the model does meanwhile is a trace, and no line of the user's.
-        self._is_busy = True
-        try:
-            prepared = self._runner.prepare_lines(self._assembly.setup.lines_sample)
-        finally:
-            self._is_busy = False
+        with self._tracing():
+            prepared = self._runner.prepare_lines(self._sample)
         self._gradients.begin()
         return prepared
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Context in which the model runs for a trace, and not for a line of the user's."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -374,6 +398,10 @@ def _idle_lines() -> Lines:
     lines = object.__new__(Lines)
     lines._is_scoped, lines._run = True, None
     return lines
+
+
+def _elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def _recording_update(
