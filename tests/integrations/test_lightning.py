@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
@@ -136,15 +139,76 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     train(tmp_path / "first", ours=False, steps=4)
     train(tmp_path / "ours", ours=True, steps=4)
     theirs = train(tmp_path / "then", ours=False, resume=tmp_path / "first" / "step=2.ckpt")
-    assert (tmp_path / "ours" / "step=2.ckpt" / "model.safetensors").is_file()
+    # Each goes on from the other's.
     check_equal(train(tmp_path / "again", ours=True, resume=tmp_path / "ours" / "step=2.ckpt"), theirs)
-    # Each goes on from plain Lightning's file; a directory is no file to plain Lightning, and never half a checkpoint.
     check_equal(train(tmp_path / "other", ours=True, resume=tmp_path / "first" / "step=2.ckpt"), theirs)
-    with pytest.raises((IsADirectoryError, OSError, RuntimeError)):
-        train(tmp_path / "refused", ours=False, resume=tmp_path / "ours" / "step=2.ckpt")
-    (tmp_path / "ours" / "step=2.ckpt" / "lightning.ckpt").unlink()
-    with pytest.raises(UsageError, match="not written to its end"):
-        train(tmp_path / "refused", ours=True, resume=tmp_path / "ours" / "step=2.ckpt")
+    check_equal(train(tmp_path / "back", ours=False, resume=tmp_path / "ours" / "step=2.ckpt"), theirs)
+    (tmp_path / "before.ckpt").mkdir()
+    with pytest.raises(UsageError, match=r"is a directory.*memfit\.load"):
+        train(tmp_path / "refused", ours=True, resume=tmp_path / "before.ckpt")
+
+
+def test_a_checkpoint_is_that_of_plain_lightning(tmp_path: Path) -> None:
+    """Weights, states and what callbacks keep, in an archive whose sums are right; a module is loaded from it."""
+    train(tmp_path / "plain", ours=False, steps=4)
+    module, _ = train(tmp_path / "ours", ours=True, steps=4)
+    files = [tmp_path / name / "step=4.ckpt" for name in ("ours", "plain")]
+    with zipfile.ZipFile(files[0]) as archive:
+        assert archive.testzip() is None
+    found, expected = (torch.load(file, weights_only=False) for file in files)
+    assert found.keys() == expected.keys()
+    for name, value in expected["state_dict"].items():
+        assert torch.equal(found["state_dict"][name], value), name
+    states, plain_states = (each["optimizer_states"][0] for each in (found, expected))
+    assert states["param_groups"] == plain_states["param_groups"]
+    for index, state in plain_states["state"].items():
+        assert all(torch.equal(states["state"][index][key], value) for key, value in state.items())
+    loaded = type(module).load_from_checkpoint(files[0])
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected["state_dict"][name]), name
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trainer = train(tmp_path / "ours", ours=True, limit="8GiB")
+    file = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(file)
+    before = file.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="last"):
+        trainer.save_checkpoint(file)
+    assert file.read_bytes() == before and [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+    trainer.strategy.close()
+
+
+def test_averages_of_lightning_are_in_the_best_checkpoint(tmp_path: Path) -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if not hasattr(callbacks, "WeightAveraging"):
+        pytest.skip("Lightning before 2.6")
+
+    def run(*, ours: bool) -> list[Any]:
+        from memfit.integrations.lightning import MemfitStrategy
+
+        module, directory = module_of(), tmp_path / str(ours)
+        best = callbacks.ModelCheckpoint(dirpath=directory, monitor="val_loss")
+        how: dict[str, Any] = {"strategy": MemfitStrategy(limit="8GiB")} if ours else {}
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_epochs=2, logger=False, callbacks=[best, callbacks.WeightAveraging()],
+            enable_progress_bar=False, enable_model_summary=False, **how,
+        )  # fmt: skip
+        torch.manual_seed(5)
+        trainer.fit(module, loader(16), loader(8))
+        found = [float(trainer.callback_metrics["val_loss"]), validated(trainer, module, Path(best.best_model_path))]
+        loaded = type(module).load_from_checkpoint(best.best_model_path)
+        found += [float(p.detach().double().sum()) for p in loaded.parameters()]
+        if ours:
+            trainer.strategy.close()
+        return found
+
+    assert run(ours=True) == run(ours=False)
 
 
 MANUAL: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
@@ -193,6 +257,8 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
         train(tmp_path, ours=True, module=module, **MANUAL)
     with pytest.raises(UsageError, match="without self.manual_backward"):
         train(tmp_path, ours=True, module=module_of(automatic=False), **MANUAL)
+    with pytest.raises(UnsupportedError, match='precision="16-true".*"bf16-mixed"'):
+        train(tmp_path, ours=True, precision="16-true")
     with pytest.raises(AwayError, match="gradient_home='device'"):
         train(tmp_path, ours=True, gradient_clip_algorithm="value")
 
@@ -254,14 +320,14 @@ def test_behind_fit_a_model_under_a_limit_stays_at_home(tmp_path: Path) -> None:
         next(ours.model.parameters()).sum()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     plain_trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    for checkpoint in (None, "step=2.ckpt"):
+    for checkpoint in (None, "step=2.ckpt", "step=4.ckpt"):
         found, expected = (
             validated(one, module, checkpoint and tmp_path / name / checkpoint)
             for one, module, name in ((trainer, ours, "ours"), (plain_trainer, theirs, "plain"))
         )
         assert found == expected
-    with pytest.raises(UnsupportedError, match=r"strategy\.close"):
-        validated(trainer, ours, tmp_path / "plain.ckpt")
+    expected = validated(plain_trainer, theirs, tmp_path / "plain.ckpt")
+    assert validated(trainer, ours, tmp_path / "plain.ckpt") == expected
     assert isinstance(trainer.strategy, MemfitStrategy)
     trainer.strategy.close()
     for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):

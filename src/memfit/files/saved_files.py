@@ -62,7 +62,7 @@ def weight_files(
     def source_of(name: str) -> TensorSource:
         tensor = kept.tensors[name]
         place = placed.get(id(tensor))
-        return ResidentSource(tensor) if place is None else _weight_source(*place)
+        return ResidentSource(tensor) if place is None else weight_source(*place)
 
     sources: dict[str, TensorSource] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in kept.tensors.items()}
@@ -120,7 +120,7 @@ def pack_weights(
     return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _weight_source(block: BlockWeights, slot: ParameterSlot) -> TensorSource:
+def weight_source(block: BlockWeights, slot: ParameterSlot) -> TensorSource:
     """Where the weight is, or its master where it has one."""
     home = block.master_home
     if block.is_here and not block.has_masters:

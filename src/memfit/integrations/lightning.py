@@ -6,14 +6,15 @@ In: a `LightningModule` with one optimizer, optimized automatically or manually,
 [Note: where a batch is first seen]
 `training_step` is no `forward`, and what it calls are parts of the module. So the strategy says
 where a forward begins and ends (`Lines.forward`), and the model moves home when the first training
-batch reaches the device, before Lightning's closure begins. Checkpoints are directories, as those
-of Lightning's sharded strategies: a save of memfit's, and `lightning.ckpt` with all that is neither
-a weight nor a state of the optimizer.
+batch reaches the device, before Lightning's closure begins. Checkpoints are files of Lightning's,
+which plain Lightning and `load_from_checkpoint` read: weights and states are read from their homes
+one at a time while the file is written. Optimizer states of a checkpoint come when the model has
+moved home.
 
 [Note: behind fit]
 Where a limit was named, the model stays at home when `fit` ends, until `close`:
 `trainer.save_checkpoint`, `validate`, `test` and `predict` stream weights as inside of `fit`, and
-the limit holds for them. A checkpoint of Lightning's own takes weights and states twice.
+the limit holds for them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # pyright: ignore[reportMissingImports]
 
-from memfit.api import Job, Lines, fit, generators_kept, load, sample_of
+from memfit.api import Job, Lines, fit, generators_kept, sample_of
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
-
-_REST = "lightning.ckpt"
+from memfit.tensors.guard import is_away
 
 
 class _AtHome(SingleDeviceStrategy):
@@ -111,7 +111,8 @@ class MemfitStrategy(_AtHome):
         self._training = ExitStack()
         self._forward = ExitStack()
         self._given: tuple[Any, Any] | None = None
-        self._saved: Path | None = None
+        self._weights: Mapping[str, Any] | None = None
+        self._states: dict[str, Any] | None = None
 
     # --- training --------------------------------------------------------------------------------
 
@@ -143,16 +144,20 @@ class MemfitStrategy(_AtHome):
                 "network and its optimizer (docs/lines.md, several optimizers)"
             )
         if module.trainer.precision.startswith("16"):
-            raise UnsupportedError('precision="16-mixed" reads gradients that may rest elsewhere: use "bf16-mixed"')
+            raise UnsupportedError(
+                f'precision="{module.trainer.precision}" is not served (fp16 gradients must be scaled, and may rest elsewhere): use "bf16-mixed"'
+            )
         options = dict(self._options)
         with generators_kept():
             sample = self._batch_of(module, sample_of(options.pop("sample"))) if "sample" in options else batch
             loss = self._loss if module.automatic_optimization else self._first_loss
             self._module = module
             self.job = fit(module, self.optimizers[0], loss, sample, lines=True, **options)
-        if self._saved is not None:
-            self.job.load(self._saved, restore_random=False)  # the trainer restores its own
-            self._saved = None
+        if self._weights is not None:
+            self.job.give_weights(self._weights)
+        if self._states is not None:
+            self.optimizers[0].load_state_dict(self._states)
+        self._weights = self._states = None
         self._lines = self._training.enter_context(self.job.lines())
 
     def _loss(self, module: Any, batch: Any) -> torch.Tensor:
@@ -257,57 +262,44 @@ class MemfitStrategy(_AtHome):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns nothing while weights rest at home: `save_checkpoint` writes them."""
-        return {} if self._is_home() else super().lightning_module_state_dict()
+        """See `Strategy`. Weights at home are read when the checkpoint is written."""
+        return self.job.model_state() if self.job and self._is_home() else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Returns nothing while states rest at home: `save_checkpoint` writes them."""
-        return {} if self._is_home() else super().optimizer_state(optimizer)
+        """See `Strategy`. States at home are read when the checkpoint is written."""
+        return self.job.optimizer_state() if self.job and self._is_home() else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a directory. See [Note: where a batch is first seen]."""
+        """Writes a file of Lightning's. See [Note: where a batch is first seen]."""
         if self.job is None or not self._is_home():
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        # Inside of the save: a checkpoint that is there is whole, at every instant.
-        self.job.save(filepath, write_beside=lambda new: torch.save(checkpoint, new / _REST))
+        self.job.write_torch(filepath, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Reads a directory that `save_checkpoint` wrote, or a file of Lightning's."""
+        """Reads a file of Lightning's; its tensors are mapped, and read where they are used."""
         path = Path(checkpoint_path)
-        if not path.is_dir():
+        if path.is_dir():
+            raise UsageError(
+                f"the checkpoint {path} is a directory, as memfit wrote them before: memfit.load(directory, module) reads its weights; fit without ckpt_path then"
+            )
+        if not path.is_file():
             # Lightning 2.5 has one argument.
             return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-        if not (path / _REST).is_file():
-            raise UsageError(
-                f"the checkpoint {path} has no {_REST}: it was not written to its end, or not by MemfitStrategy; name another"
-            )
-        self._saved = path
-        # Written by this trainer: callbacks keep objects of their own classes in it.
-        return torch.load(path / _REST, weights_only=bool(weights_only))
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002, Lightning's signature
-        """Loads weights, unless they come when the model moves home."""
-        module: Any = self.lightning_module
+        """Loads weights; into a model without bytes when it moves home."""
         if self.job is not None and self._is_home():
-            if self._saved is None:
-                raise UnsupportedError(
-                    "ckpt_path names a file of plain Lightning's, and the model rests at home: call trainer.strategy.close() before, or name a checkpoint that "
-                    "MemfitStrategy wrote"
-                )
-            self.job.load(self._saved, weights_only=True)
-        elif self._saved is None:
-            super().load_model_state_dict(checkpoint, strict)
-        elif module.trainer.training:
-            return
+            self.job.give_weights(checkpoint["state_dict"])
+        elif any(is_away(p) for p in self.lightning_module.parameters()):  # type: ignore[union-attr]
+            self._weights = checkpoint["state_dict"]
         else:
-            load(self._saved, module)
-        self._saved = None
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads states, unless they come when the model moves home."""
-        if self._saved is None:
-            super().load_optimizer_state_dict(checkpoint)
+        """Keeps states for when the model moves home."""
+        self._states = next(iter(checkpoint["optimizer_states"]), None)
 
 
 class _BackwardBeginsError(Exception):

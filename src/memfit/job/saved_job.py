@@ -12,6 +12,7 @@ from typing import Any, Literal
 from memfit.core.errors import TornStepError, UsageError
 from memfit.core.log import LOG
 from memfit.core.paths import user_path
+from memfit.files.saved_files import wait_for_updates
 from memfit.job.assembly import Assembly
 from memfit.job.averages import Averages
 from memfit.job.ending import check_alone
@@ -19,7 +20,7 @@ from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import done_by_all, together
-from memfit.job.torch_states import read_states, write_states
+from memfit.job.torch_states import give_weights, read_states, states_at_home, weights_at_home, write_torch
 from memfit.job.watching import WatchedJob
 from memfit.tensors.with_frozen import saved_model
 
@@ -115,9 +116,51 @@ class SavedJob(WatchedJob):
                     writes=ranks is None or ranks.rank == 0,
                 )
                 if form == "trainer":
-                    write_states(saved.directory / "optimizer.pt", assembly)
+                    write_torch(saved.directory / "optimizer.pt", states_at_home(assembly))
                 LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
                 return saved
+
+    def model_state(self) -> dict[str, Any]:
+        """Returns the model's state dict for `write_torch`, with tensors that are read late.
+
+        Masters stand for weights that are rounded.
+        """
+        return weights_at_home(self._check_usable())
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Returns the optimizer's state dict for `write_torch`, likewise."""
+        return states_at_home(self._check_usable())
+
+    def write_torch(self, path: str | Path, content: Any) -> None:
+        """Writes a file that `torch.load` reads: a checkpoint in the form of another library.
+
+        Memory: one parameter's weight or state.
+
+        Args:
+            path: replaced atomically when all is written.
+            content: anything that `torch.save` takes, with what `model_state` and `optimizer_state`
+                returned in it.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        with self._runner.calls.enter("job.write_torch"):
+            assembly = self._check_usable()
+            check_alone(assembly, "job.write_torch")
+            assembly.keep_changes()
+            # Not "save", whose prediction is of pieces.
+            with self._machine.phase("checkpoint"), self._machine.host_ledger():
+                wait_for_updates(assembly.blocks)
+                write_torch(user_path(path), content)
+
+    def give_weights(self, state: Mapping[str, Any]) -> None:
+        """Gives the model the weights and buffers of a state dict, a block at a time.
+
+        Raises:
+            UsageError: the state dict is of another model, or the job has a `store=`.
+        """
+        with self._runner.calls.enter("job.give_weights"):
+            give_weights(state, self._check_loadable())
 
     def load(self, source: str | Path, *, restore_random: bool = True, weights_only: bool = False) -> LoadResult:
         """Loads weights from files, and the training state too if `save` wrote them.

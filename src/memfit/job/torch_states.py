@@ -1,62 +1,170 @@
-"""Optimizer states as a file of `torch.save`, written and read without ever holding them all.
+"""Weights and optimizer states as files of `torch.save`, written and read without ever holding all.
 
-In: a job's optimizer and its states at home. Out: a file that `torch.load` reads as
-`optimizer.state_dict()`; or such a file's states at home.
+In: a job's weights and states at home. Out: files that `torch.load` reads as `model.state_dict()`
+and `optimizer.state_dict()`; or such a file's states at home.
 
-[Note: a file with holes]
-`torch.save` writes fake tensors as ordinary ones whose bytes are missing, and `torch.load` under
-fake tensors tells where in the file each storage lies. So the state dict is saved with fake states
-first, then each parameter's states are read from home and written into their places. The sums of
-the archive are those of the empty file: `torch.load` does not look at them, `unzip` warns. A file
-is read in the same way. Mapped into memory its pages would count, and stay as long as one number of
-it is used.
+[Note: storages that come late]
+`torch.save` pickles everything first, and asks for the bytes of one storage after another then: of
+a storage that is not on the processor it asks for a copy there (torch/serialization.py, `_save`).
+So what rests at home is pickled as a tensor of a storage that seems to lie elsewhere, and reads its
+home when it is asked. `torch.load` under fake tensors tells where in a file each storage lies: so
+states are read from it, too. Mapped into memory a file's pages would count, and stay as long as one
+number of it is used.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.core.errors import StoreError
-from memfit.files.positioned import read_at, write_at
+from memfit.core.errors import StoreError, UsageError
+from memfit.files.positioned import read_at
+from memfit.files.saved_files import weight_source
 from memfit.job.assembly import Assembly
 from memfit.store.os_errors import explain
+from memfit.tensors.with_frozen import saved_model
 
 
-def write_states(path: Path, assembly: Assembly) -> None:
-    """Writes the states of a job's optimizer. See [Note: a file with holes].
+class TensorAtHome:
+    """A tensor that `torch.save` writes, and that is read from home when it does.
 
-    Memory: the states of one parameter.
+    See [Note: storages that come late].
+    """
+
+    def __init__(self, like: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+        self._like, self._storage = like, _LateStorage(like, read)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        no_hooks: Any = OrderedDict()
+        place = (self._storage, 0, tuple(self._like.shape), self._like.stride(), False, no_hooks)
+        return torch._utils._rebuild_tensor_v2, place  # pyright: ignore  # noqa: PGH003, SLF001, as a `torch.Tensor` is pickled
+
+
+class _LateStorage(torch.storage.TypedStorage):
+    """A storage as `torch.save` looks at it: typed and untyped at once."""
+
+    device = torch.device("meta")  # pyright: ignore[reportIncompatibleMethodOverride]
+    _fake_device = torch.device("cpu")
+
+    def __new__(cls, like: torch.Tensor, read: Callable[[], torch.Tensor]) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, like: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+        self.dtype = like.dtype
+        self._like, self._read = like, read
+        self._untyped_storage: Any = self
+
+    @property
+    def _cdata(self) -> int:
+        return id(self)
+
+    def nbytes(self) -> int:
+        """Returns the bytes in the file."""
+        return self._like.untyped_storage().nbytes()
+
+    def cpu(self) -> Any:
+        """Reads the home."""
+        like, values = self._like, self._read()
+        is_alike = values.device.type == "cpu" and values.stride() == like.stride()
+        if is_alike and values.untyped_storage().nbytes() == self.nbytes():
+            return values.untyped_storage()
+        return torch.empty_strided(like.shape, like.stride(), dtype=self.dtype).copy_(values).untyped_storage()
+
+
+def weights_at_home(assembly: Assembly) -> dict[str, Any]:
+    """Returns the model's state dict, for `torch.save`: parameters are read one at a time."""
+    placed = {id(slot.parameter): (block, slot) for block, slot in assembly.place.values()}
+    late: dict[int, Any] = {}
+    state: dict[str, Any] = saved_model(assembly.model).state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if id(tensor) in placed:
+            source = weight_source(*placed[id(tensor)])
+            like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+
+            def read(source: Any = source, like: Any = like) -> torch.Tensor:
+                found = torch.empty_like(like, device="cpu")
+                source.read(0, found.numel(), found.untyped_storage(), 0).wait()
+                return found
+
+            state[name] = late.setdefault(id(tensor), TensorAtHome(like, read))
+        elif isinstance(tensor, torch.Tensor):
+            state[name] = tensor.detach()
+    return state
+
+
+def states_at_home(assembly: Assembly) -> dict[str, Any]:
+    """Returns the optimizer's state dict, for `torch.save`: states are read one at a time."""
+    with assembly.shapes_only():
+        saved = assembly.setup.optimizer.state_dict()
+    for name, states in _states(assembly, saved):
+        for key, fake in states.items():
+            if isinstance(fake, torch.Tensor):
+                states[key] = TensorAtHome(fake, lambda name=name, key=key: assembly.gather_state(name)[key])
+    return saved
+
+
+def write_torch(path: Path, content: Any) -> None:
+    """Writes a file of `torch.save`.
+
+    Memory: the states of one parameter, or its weight.
 
     Args:
         path: replaced when all is written.
-        assembly: between two steps.
+        content: with tensors at home.
 
     Raises:
         StoreError: the disk.
     """
     new = path.with_name(f"{path.name}.new")
     try:
-        with assembly.shapes_only(), torch.serialization.skip_data(materialize_fake_tensors=True):
-            saved = assembly.setup.optimizer.state_dict()
-            torch.save(saved, new)
-        with FakeTensorMode():
-            placed = torch.load(new, weights_only=True)
-        with new.open("r+b") as file:
-            for name, states in _states(assembly, placed):
-                _fill(file.fileno(), states, assembly.gather_state(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
             os.fsync(file.fileno())
         new.replace(path)
     except OSError as error:
-        raise explain(error, doing="write the optimizer's states", path=path) from error
+        raise explain(error, doing="write the file", path=path) from error
     finally:
         new.unlink(missing_ok=True)
+
+
+def give_weights(state: Mapping[str, Any], assembly: Assembly) -> None:
+    """Gives a job's model the weights and buffers of a state dict, a block at a time.
+
+    Raises:
+        UsageError: the state dict is not of this model; nothing was changed.
+    """
+    own: dict[str, Any] = saved_model(assembly.model).state_dict(keep_vars=True)
+    other = [
+        n for n in own.keys() | state.keys() if getattr(own.get(n), "shape", 0) != getattr(state.get(n), "shape", 0)
+    ]
+    if other:
+        raise UsageError(f"the state dict and the model differ in {min(other)!r:.200}: build the model as it was")
+    with assembly.loading(), torch.no_grad():
+        values: Any = {id(p): _Values(state[name]) for name, p in own.items() if isinstance(p, torch.nn.Parameter)}
+        assembly.fill(values)
+        for name, buffer in own.items():
+            if isinstance(buffer, torch.Tensor) and not isinstance(buffer, torch.nn.Parameter):
+                buffer.copy_(state[name])
+
+
+class _Values:
+    """Values of a parameter, as loads take them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def read(self, into: torch.Tensor) -> None:
+        """Copies them."""
+        into.copy_(self._values)
 
 
 def read_states(path: Path, assembly: Assembly) -> None:
@@ -110,18 +218,6 @@ def _states(assembly: Assembly, placed: dict[str, Any]) -> Iterator[tuple[str, d
     for parameter, index in zip(parameters, indices, strict=True):
         if index in placed["state"]:
             yield names[id(parameter)], placed["state"][index]
-
-
-def _fill(file: int, places: dict[str, Any], values: dict[str, Any]) -> None:
-    """Writes a parameter's tensors to where the file has room for them."""
-    for key, place in places.items():
-        if not isinstance(place, torch.Tensor):
-            continue
-        value = values[key]
-        own = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype).copy_(value)
-        content: Any = own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy()
-        if own.numel():
-            write_at(file, content, _offset(place, key))
 
 
 def _value(file: int, key: str, place: Any) -> Any:
