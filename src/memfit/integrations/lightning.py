@@ -166,7 +166,7 @@ class MemfitStrategy(_AtHome):
         """
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         with _without_logs(module):
-            found = super().training_step(batch, *([0] if takes_index else []))
+            found: Any = super().training_step(batch, *([0] if takes_index else []))
         return found["loss"] if isinstance(found, Mapping) else found
 
     def _first_loss(self, module: Any, batch: Any) -> torch.Tensor:

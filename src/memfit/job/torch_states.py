@@ -50,7 +50,7 @@ class TensorAtHome:
 class _LateStorage(torch.storage.TypedStorage):
     """A storage as `torch.save` looks at it: typed and untyped at once."""
 
-    device = torch.device("meta")  # pyright: ignore[reportIncompatibleMethodOverride]
+    device = torch.device("meta")  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     _fake_device = torch.device("cpu")
 
     def __new__(cls, like: torch.Tensor, read: Callable[[], torch.Tensor]) -> Self:
