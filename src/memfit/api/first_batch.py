@@ -68,7 +68,7 @@ def first_batch(loader: Any) -> Any:
             f"a {type(used_up).__name__} gives its batches once, and the loop would miss the one that is drawn for planning: draw it yourself, "
             "pass it as the sample, and train on it first"
         )
-    is_of_torch = issubclass(type(loader), DataLoader)
+    is_of_torch = bool(isinstance(loader, DataLoader))
     has_position = hasattr(loader, "load_state_dict") and not is_of_torch
     position = loader.state_dict() if has_position else None
     fresh: Any = copy.copy(loader) if is_of_torch else loader
