@@ -343,6 +343,53 @@ def all_blocks_watched(s: Scene) -> None:
     assert {"0.weight", "2.bias"} <= {*seen}
 
 
+@follows("api/first_batch.py", "gives its batches once")
+def a_batch_that_is_drawn_is_trained_on_first(s: Scene) -> None:
+    batches = (BATCH + number for number in range(3))
+    s.refused(lambda: memfit.first_batch(batches))
+    sample = next(batches)
+    assert torch.equal(sample, BATCH)
+    with memfit.fit(s.model, s.optimizer, loss, sample) as job:
+        for batch in (sample, *batches):
+            job.step(batch)
+        assert job.steps == 3
+
+
+@follows("api/first_batch.py", "gives no batches")
+def a_loader_over_data_that_is_there(s: Scene) -> None:
+    s.refused(lambda: memfit.first_batch([]))
+    assert memfit.first_batch([BATCH]) is BATCH
+
+
+@follows("batches/batch.py", "which gives batches, and not a batch")
+def each_batch_of_a_loader(s: Scene) -> None:
+    job, loader = s.fit(), torch.utils.data.DataLoader(BATCH, batch_size=4)  # type: ignore[arg-type]
+    s.refused(lambda: job.step(loader))
+    for batch in loader:
+        assert job.step(batch).is_finite
+
+
+@follows("batches/batch.py", "this is a dataset")
+def batches_of_a_datasets_loader(s: Scene) -> None:
+    data = torch.utils.data.TensorDataset(BATCH)
+    s.refused(lambda: memfit.fit(s.model, s.optimizer, loss, data))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    with memfit.fit(s.model, s.optimizer, lambda model, batch: loss(model, batch[0]), loader) as job:
+        for batch in loader:
+            assert job.step(batch).is_finite
+
+
+@follows("job/torch_states.py", "build the model as it was")
+def weights_of_the_same_model(s: Scene) -> None:
+    state = {name: values.clone() for name, values in s.model.state_dict().items()}
+    job = s.fit(plan=ON_DISK)
+    job.step(BATCH)
+    s.refused(lambda: job.give_weights({**state, "0.weight": torch.zeros(2)}))
+    job.give_weights(state)
+    with job.weights():
+        assert all(torch.equal(p, state[name]) for name, p in s.model.named_parameters())
+
+
 def case_of(refusal: str) -> tuple[str, str] | None:
     path, text = refusal.split(": ", 1)
     return next((key for key in CASES if key[0] == path and key[1] in text), None)
