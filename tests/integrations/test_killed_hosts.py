@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
-from memfit.job import saving
+from memfit.job import saved_job, saving, torch_states
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 WIDTH, STEPS, SAVE_EACH, KILLED_AT = 8, 6, 2, 4
@@ -56,6 +56,25 @@ def kill_in_save(number: int) -> None:
         return own(path, *args, **kwargs)
 
     module.write_tensors = write
+
+    # Of a file of torch.save, as Lightning's checkpoints are: while its second tensor is read from home.
+    states: Any = torch_states
+    saves_of_jobs: Any = saved_job
+    read, files = states._LateStorage.cpu, dict[Path, int]()
+    write_file = saves_of_jobs.write_torch
+
+    def write_torch(path: Path, content: Any) -> None:
+        files[path] = 0
+        write_file(path, content)
+
+    def cpu(storage: Any) -> Any:
+        files[[*files][-1]] += 1
+        if len(files) == number and files[[*files][-1]] == 2:
+            kill()
+        return read(storage)
+
+    saves_of_jobs.write_torch = write_torch
+    states._LateStorage.cpu = cpu
 
 
 def by_lines(directory: Path, where: str, *, ours: bool) -> dict[str, Tensor]:
