@@ -26,20 +26,35 @@ def start(directory: Path, **options: Any) -> tuple[nn.Module, torch.optim.Optim
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known: dict[str, Any] = {"limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan"}
     directory.mkdir(exist_ok=True)
-    job = memfit.fit(model, optimizer, loss, TOWER.batch(0), store=directory / "run", **{**known, **options})
+    arguments: dict[str, Any] = {"loss": loss, "store": directory / "run", **known, **options}
+    job = memfit.fit(model, optimizer, sample=TOWER.batch(0), **arguments)
     return model, optimizer, job
 
 
+class Hogging:
+    """The loss, which takes memory of its own in a step that was begun, once it is told how much."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.hog = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.nbytes and not self.hog.nbytes and not memfit.is_planning():
+            self.hog = torch.empty(self.nbytes, dtype=torch.uint8)
+        return loss(model, batch)
+
+
 def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path: Path) -> None:
-    model, optimizer, job = start(tmp_path, plan=Plan())
+    hogging = Hogging()
+    model, optimizer, job = start(tmp_path, plan=Plan(), loss=hogging)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     job.register("scheduler", scheduler)
     before = job.plan
     torch.manual_seed(1)
     peak = job.step(TOWER.batch(0)).peak_bytes
     scheduler.step()
-    # The user's own, from here on: a third of what the plan needs is not there any more.
-    hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
+    # From the middle of the next step on a third of what the plan needs is not there any more.
+    hogging.nbytes = LIMIT - peak * 2 // 3
     with pytest.warns(MemfitWarning, match="step 2 met the limit and was made again under a tighter plan. Cause:"):
         found = job.step(TOWER.batch(1))
     scheduler.step()
@@ -48,7 +63,7 @@ def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path
     assert report.step == 2
     assert report.before == before
     assert report.after == job.plan != before
-    assert report.foreign_bytes >= hog.nbytes
+    assert report.foreign_bytes >= hogging.nbytes
     assert report.in_words() in found.departures
     last = job.step(TOWER.batch(2))
     assert not last.departures
@@ -67,6 +82,18 @@ def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path
                 schedule.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_a_step_that_does_not_fit_beside_what_others_hold_gets_another_plan_before_it_begins(tmp_path: Path) -> None:
+    _, _, job = start(tmp_path, plan=Plan())
+    peak = job.step(TOWER.batch(0)).peak_bytes
+    before = job.plan
+    hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
+    with pytest.warns(MemfitWarning, match="does not fit under the plan so far: another one took its place"):
+        job.step(TOWER.batch(1))
+    assert (job.steps, job.plan != before) == (2, True)
+    assert job.breaches[0].foreign_bytes >= hog.nbytes
+    job.close()
 
 
 def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp_path: Path) -> None:
@@ -100,10 +127,10 @@ def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp
 def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, job = start(tmp_path, plan=Plan())
+    hogging = Hogging()
+    _, _, job = start(tmp_path, plan=Plan(), loss=hogging)
     torch.manual_seed(1)
-    peak = job.step(TOWER.batch(0)).peak_bytes
-    hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
+    hogging.nbytes = LIMIT - job.step(TOWER.batch(0)).peak_bytes * 2 // 3
 
     def broken(_: RunStore) -> None:
         raise StoreError("the disk is gone")
@@ -115,7 +142,7 @@ def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
     assert any("the disk is gone" in note for note in caught.value.__notes__)
     with pytest.raises(UsageError, match="closed"):
         job.step(TOWER.batch(1))
-    del hog
+    del hogging.hog
     _, _, again = start(tmp_path)
     assert again.steps == 1
     again.close(restore=False)
