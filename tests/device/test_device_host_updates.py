@@ -430,7 +430,8 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             here=SimpleNamespace(has=lambda block: False),
         )
         updates: Any = SimpleNamespace(submit=lambda *_, **__: Update(), catch_up=lambda: None)
-        block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)
+        unwritten: Any = {"has_masters": False, "master_home": None, "written_since_watch": list}
+        block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None, **unwritten)
         it = UpdatePhase([block], gradients, updates, [], log.append)
         it.update(0)
         it.do(Clear(0))

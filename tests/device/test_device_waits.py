@@ -262,7 +262,11 @@ class Block:
     def __init__(self, log: list[str]) -> None:
         self._log = log
         self.name, self.index, self.slots, self.travels, self.is_here = "block", 0, (), True, True
-        self.updates_on_host = False
+        self.updates_on_host = self.has_masters = False
+        self.master_home = None
+
+    def written_since_watch(self) -> list[str]:
+        return []
 
     def versions(self) -> tuple[int, ...]:
         return ()

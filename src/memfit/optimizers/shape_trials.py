@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.operators import runs_across
+from memfit.devices import is_accelerator
 from memfit.optimizers.samples import isolated
-from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.shadow import Part, Shadow, State, snapshot_groups
 from memfit.optimizers.validation import Entry
 
 _STEPS = 3
@@ -118,6 +119,18 @@ def like_states(states: State, whole: Sequence[int], shape: Sequence[int]) -> St
     }
 
 
+def _groups(optimizer: Optimizer, device: torch.device) -> list[dict[str, Any]]:
+    """Hyperparameters with torch's choice of kernels written down, which it would take anew.
+
+    torch takes tensors without data for a class of their own, whose steps are made one by one.
+    """
+    groups = snapshot_groups(optimizer)
+    for group in groups:
+        if is_accelerator(device) and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    return groups
+
+
 def _begun(states: State, device: torch.device) -> State:
     return {
         key: torch.ones(value.shape, dtype=value.dtype, device=device)
@@ -130,7 +143,7 @@ def _begun(states: State, device: torch.device) -> State:
 def _steps(
     optimizer: Optimizer, entry: Entry, weight: torch.Tensor, gradient: torch.Tensor, states: State
 ) -> ShapeTrial:
-    shadow = Shadow(optimizer)
+    shadow = Shadow(optimizer, groups=_groups(optimizer, weight.device))
     seen: State = {}
     operations: list[tuple[Any, ...]] = []
     scratch_bytes = moved_bytes = lent_bytes = 0
