@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan
@@ -388,6 +391,20 @@ def weights_of_the_same_model(s: Scene) -> None:
     job.give_weights(state)
     with job.weights():
         assert all(torch.equal(p, state[name]) for name, p in s.model.named_parameters())
+
+
+@follows("profiling/blocks.py", "each process of a mesh has a part")
+def a_model_that_is_divided_over_a_mesh(s: Scene) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        s.model[0].weight = nn.Parameter(distribute_tensor(s.model[0].weight.detach(), mesh))
+        s.optimizer = torch.optim.AdamW(s.model.parameters(), lr=1e-2)
+        s.refused(s.fit)
+        s.begin()  # whole, before it is divided
+        s.fit().step(BATCH)
+    finally:
+        dist.destroy_process_group()
 
 
 def case_of(refusal: str) -> tuple[str, str] | None:

@@ -169,7 +169,7 @@ class Lines:
         """
         if _elements(batch) <= _elements(self._sample):
             return
-        with self._tracing():
+        with self._runner.calls.enter("lines.expect"), self._tracing():
             prepared = self._assembly.shapes.prepare(batch)
         self._sample = batch
         if self._prepared is not None:

@@ -125,11 +125,13 @@ class SavedJob(WatchedJob):
 
         Masters stand for weights that are rounded.
         """
-        return weights_at_home(self._check_usable())
+        with self._runner.calls.enter("job.model_state"):
+            return weights_at_home(self._check_usable())
 
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the optimizer's state dict for `write_torch`, likewise."""
-        return states_at_home(self._check_usable())
+        with self._runner.calls.enter("job.optimizer_state"):
+            return states_at_home(self._check_usable())
 
     def write_torch(self, path: str | Path, content: Any) -> None:
         """Writes a file that `torch.load` reads: a checkpoint in the form of another library.
