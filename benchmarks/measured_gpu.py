@@ -54,7 +54,8 @@ def predict(run: Row) -> Row:
     predicted = profile.plain_step_bytes(trace) + subject.batch.nbytes + libraries
     # One copy of the scores in fp16 is allowed: softmax's gradient is traced in fp32 before it is
     # narrowed, where CUDA's kernel writes it narrow at once.
-    heads = subject.model.config.num_attention_heads
+    config: Any = subject.model.config
+    heads = config.num_attention_heads
     scores = 2 * run["batch"] * heads * run["seq"] ** 2 if run["attn"] == "eager" and run["quant"] == "none" else 0
     return {
         "name": run["name"],

@@ -50,7 +50,8 @@ class _Product(torch.autograd.Function):
         return nn.functional.linear(x, _wide(packed, shape, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = grad_outputs
         return torch.matmul(gradient, _wide(ctx.packed, ctx.shape, gradient.dtype)), None, None, None
 
 
