@@ -368,8 +368,9 @@ class Job(SavedJob):
                     # Another rank was lost meanwhile: there is nothing to go on with.
                     self._close(restore=False, commit=False)
                 raise
-        last = self.commits
-        if self._runner.owes_commit and not self._is_closed and last is not None and last.step != self.steps:
+        # Asked of a store that may not be made yet where another rank was lost.
+        last = self.commits if self._runner.owes_commit and has_peers and not self._is_closed else None
+        if last is not None and last.step != self.steps:
             warnings.warn(
                 f"the commit that was asked for inside of a call is given up with step {self.steps}: the job was closed with commit=False, or left by an error. "
                 "A signal handler that calls job.commit() had better not raise: let the loop end",
