@@ -28,11 +28,15 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def _loader(batches: list[Any]) -> Any:
+    return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
 def _objects() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = [(torch.randn(8, 8), torch.arange(8) % 4) for _ in range(4)]
+    batches = [(torch.randn(8, 8), torch.arange(8) % 4) for _ in range(4)]
     return {
         "torch": torch,
         "memfit": memfit,
@@ -41,9 +45,9 @@ def _objects() -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
         "loss": _loss,
         "compute_loss": _loss,
-        "loader": loader,
-        "sample": loader[0],
-        "parts": [tuple(tensor[2 * m : 2 * m + 2] for tensor in loader[0]) for m in range(4)],
+        "loader": _loader(batches),
+        "sample": batches[0],
+        "parts": [tuple(tensor[2 * m : 2 * m + 2] for tensor in batches[0]) for m in range(4)],
     }
 
 
@@ -78,7 +82,7 @@ def test_an_accumulation_loop_and_what_readme_puts_in_its_place_train_alike() ->
     exec(before, plain)
     # One batch that is four times as large.
     whole = tuple(torch.cat(parts) for parts in zip(*mine["loader"], strict=True))
-    mine.update(loader=[whole], sample=whole)
+    mine.update(loader=_loader([whole]), sample=whole)
     exec("#" + after, mine)
     mine["job"].close()
     for theirs, ours in zip(plain["model"].parameters(), mine["model"].parameters(), strict=True):

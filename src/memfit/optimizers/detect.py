@@ -106,13 +106,8 @@ def _verdicts(
     tried = {s.weight.shape for s in samples}
     alike = {_looks(e): e for e in entries if e.parameter.shape not in tried}
     for entry in alike.values():
-        if verdicts[entry.group].kind is UpdateKind.ELEMENTWISE and not _is_piecewise(optimizer, entry):
-            verdicts[entry.group] = Verdict(
-                kind=UpdateKind.PER_PARAMETER,
-                piece_multiple=1,
-                reason=f"{type(optimizer).__name__} takes other operations for a parameter of shape "
-                f"{tuple(entry.parameter.shape)} than for its pieces",
-            )
+        if verdicts[entry.group].kind is UpdateKind.ELEMENTWISE and (reason := _shape_reason(optimizer, entry)):
+            verdicts[entry.group] = Verdict(kind=UpdateKind.PER_PARAMETER, piece_multiple=1, reason=reason)
     return verdicts
 
 
@@ -123,15 +118,20 @@ def _looks(entry: Entry) -> tuple[Any, ...]:
     return entry.group, tuple(parameter.shape), parameter.dtype, parameter.device, attributes
 
 
-def _is_piecewise(optimizer: Optimizer, entry: Entry) -> bool:
-    """True if the class takes the same operations for the whole parameter as for its pieces."""
-    whole = entry.parameter.shape
-    live = optimizer.state.get(entry.parameter, {})
-    operations = [
-        run_trial(optimizer, entry, shape, entry.parameter.dtype, states=like_states(live, whole, shape)).operations
-        for shape in (whole, *((min(size, whole.numel()),) for size in _PIECE_SIZES))
-    ]
-    return all(each == operations[0] for each in operations)
+def _shape_reason(optimizer: Optimizer, entry: Entry) -> str:
+    """Reason why a parameter of this shape must be updated whole; empty if its pieces may be.
+
+    Compared are operations for the whole parameter, and for large and small pieces.
+    """
+    name, whole = type(optimizer).__name__, entry.parameter.shape
+    live, dtype = optimizer.state.get(entry.parameter, {}), entry.parameter.dtype
+    shapes = (whole, *((min(size, whole.numel()),) for size in _PIECE_SIZES))
+    trials = [run_trial(optimizer, entry, shape, dtype, states=like_states(live, whole, shape)) for shape in shapes]
+    if trials[0].operations is None:
+        return f"operations of {name} cannot be recorded, and what it chooses by shape is not known"
+    if any(trial.operations != trials[0].operations for trial in trials):
+        return f"{name} takes other operations for a parameter of shape {tuple(whole)} than for its pieces"
+    return ""
 
 
 def _fresh(sample: Sample) -> _Run:

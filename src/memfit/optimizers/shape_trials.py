@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ class ShapeTrial:
     Attributes:
         states: every state that a step left, with the tensors or numbers of the last step that had
             it; tensors may be without data.
-        operations: names of the operations with the numbers that they were given, in order.
+        operations: with the numbers that they were given, in order; None: the class does not run
+            where operations are recorded, as compiled steps may not, and no bytes are counted.
         scratch_bytes: most that a step has alive of its own: no weight, gradient or state.
         moved_bytes: read and written by the operations of the last step.
         lent_bytes: of weight, gradient and states, read once and, but for the gradient, written
@@ -57,7 +59,7 @@ class ShapeTrial:
     """
 
     states: State
-    operations: tuple[tuple[Any, ...], ...]
+    operations: tuple[tuple[Any, ...], ...] | None
     scratch_bytes: int
     moved_bytes: int
     lent_bytes: int
@@ -89,24 +91,30 @@ def run_trial(
         Exception: the class's own, where it runs neither without data nor with it.
     """
     where = device or entry.parameter.device
-    try:
+
+    def steps(*, has_data: bool, is_recorded: bool) -> ShapeTrial:
         # Constants of the class stay real: their numbers can be read.
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with nullcontext() if has_data else FakeTensorMode(allow_non_fake_inputs=True):
             weight = torch.empty(tuple(shape), dtype=dtype, device=where)
-            gradient = torch.empty_like(weight)
-            begun = _begun(states or {}, where)
-        return _steps(optimizer, entry, weight, gradient, begun)
-    except Exception as without_data:  # noqa: BLE001  (whatever a class raises here, the run with data decides)
-        try:
+            gradient, begun = torch.empty_like(weight), _begun(states or {}, where)
+        if has_data:
             generator = torch.Generator().manual_seed(0)
-            weight, gradient = (torch.randn(tuple(shape), generator=generator).to(where, dtype) for _ in range(2))
-            return _steps(optimizer, entry, weight, gradient, _begun(states or {}, where))
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} needs numbers to choose its steps ({type(without_data).__name__}), and "
-                f"there is no memory to try it on a whole parameter like {entry.name!r} {tuple(shape)}. Raise the "
-                "limit, or use an optimizer whose step reads no values."
-            ) from error
+            for tensor in (weight, gradient):
+                tensor.copy_(torch.randn(tuple(shape), generator=generator))
+        return _steps(optimizer, entry, weight, gradient, begun, is_recorded=is_recorded)
+
+    with suppress(Exception):
+        return steps(has_data=False, is_recorded=True)
+    try:
+        with suppress(Exception):
+            return steps(has_data=True, is_recorded=True)
+        return steps(has_data=True, is_recorded=False)
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} reads values in its step, so that memfit must try it on a whole parameter, and "
+            f"there is no memory for one like {entry.name!r} {tuple(shape)}. Raise the limit, or use an optimizer "
+            "whose step reads no values."
+        ) from error
 
 
 def like_states(states: State, whole: Sequence[int], shape: Sequence[int]) -> State:
@@ -141,7 +149,13 @@ def _begun(states: State, device: torch.device) -> State:
 
 
 def _steps(
-    optimizer: Optimizer, entry: Entry, weight: torch.Tensor, gradient: torch.Tensor, states: State
+    optimizer: Optimizer,
+    entry: Entry,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: State,
+    *,
+    is_recorded: bool,
 ) -> ShapeTrial:
     shadow = Shadow(optimizer, groups=_groups(optimizer, weight.device))
     seen: State = {}
@@ -159,7 +173,8 @@ def _steps(
             state=states,
         )
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
-        with torch.compiler.set_stance("force_eager"), _StepRecording([*lent, part.gradient]) as recording:
+        recording = _StepRecording([*lent, part.gradient])
+        with torch.compiler.set_stance("force_eager"), recording if is_recorded else nullcontext():
             states = shadow.run([part])[0]
         seen.update({key: value for key, value in states.items() if value is not None})
         operations += recording.operations
@@ -169,7 +184,7 @@ def _steps(
         product_dtype = recording.product_dtype or product_dtype
     return ShapeTrial(
         states=seen,
-        operations=tuple(operations),
+        operations=tuple(operations) if is_recorded else None,
         scratch_bytes=scratch_bytes,
         moved_bytes=moved_bytes,
         lent_bytes=lent_bytes,
@@ -200,6 +215,8 @@ class _StepRecording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
+        if func.namespace == "prim":  # questions about a tensor without data, such as its device
+            return func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
         self.operations.append((func._overloadpacket, *_factors(func, args, kwargs or {})))
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
