@@ -393,6 +393,20 @@ def weights_of_the_same_model(s: Scene) -> None:
         assert all(torch.equal(p, state[name]) for name, p in s.model.named_parameters())
 
 
+@follows("optimizers/shape_trials.py", "there is no memory for one like")
+def an_optimizer_that_reads_values_of_a_whole_parameter(s: Scene) -> None:
+    class Reading(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                if len(p.grad.nonzero()) and p.shape == (8, 8):  # the true shape, with numbers
+                    raise torch.OutOfMemoryError("as under a limit")
+
+    s.optimizer = Reading(s.model.parameters(), {"lr": 0.1})
+    s.refused(s.fit)
+    s.optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
+    s.fit().step(BATCH)
+
+
 @follows("profiling/blocks.py", "each process of a mesh has a part")
 def a_model_that_is_divided_over_a_mesh(s: Scene) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

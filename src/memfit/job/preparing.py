@@ -161,7 +161,8 @@ def _needs_room(error: MemfitError) -> bool:
     mid-training a real step with everything on the device may have neither the weights, which rest
     elsewhere, nor the memory. A schedule names no sizes ([Note: buckets of lengths]), so the batch
     runs by the sample's. Its memory is bounded by the sample's: in proportion to rows, and by the
-    square of what a row holds, as attention grows.
+    square of what a row holds, as attention grows. Not modelled: values that route rows otherwise
+    than the sample's did.
     """
     return isinstance(error, AwayError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 

@@ -28,7 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit import devices
-from memfit.core.errors import UnsupportedError
+from memfit.core.errors import MemfitError, UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS
 from memfit.optimizers.kinds import ALIGNED_PIECE_ELEMENTS, UpdateKind, Verdict
 from memfit.optimizers.samples import Sample, isolated, small_samples
@@ -69,6 +69,8 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
     with torch.random.fork_rng(devices=forked, device_type=kind):
         try:
             return _verdicts(optimizer, entries, small_samples(entries), piece_multiple)
+        except MemfitError:
+            raise
         except Exception as error:
             # A class that makes its states in __init__ fails without them: try again from small
             # parts of the live ones.
@@ -77,6 +79,8 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
                 raise _untriable(optimizer, error) from error
         try:
             return _verdicts(optimizer, entries, seeded, piece_multiple)
+        except MemfitError:
+            raise
         except Exception as error:
             raise _untriable(optimizer, error) from error
 
