@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -100,7 +101,7 @@ class Scene:
     def begin(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def fit(self, function: Any = loss, **wishes: Any) -> memfit.Job:
         job = memfit.fit(self.model, self.optimizer, function, BATCH, **wishes)
@@ -409,10 +410,10 @@ def an_optimizer_that_reads_values_of_a_whole_parameter(s: Scene) -> None:
 
 @follows("profiling/blocks.py", "each process of a mesh has a part")
 def a_model_that_is_divided_over_a_mesh(s: Scene) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        s.model[0].weight = nn.Parameter(distribute_tensor(s.model[0].weight.detach(), mesh))
+        s.model[0].weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh))
         s.optimizer = torch.optim.AdamW(s.model.parameters(), lr=1e-2)
         s.refused(s.fit)
         s.begin()  # whole, before it is divided
