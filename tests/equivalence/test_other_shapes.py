@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import memfit
 from equivalence.line_loops import BLOCKS, WIDTH, WORDS, Run, Words, batch, check_equal, loss_of
 from faults.tower import Tower, adamw, loss
+from memfit.allocator import install
 from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.saved_policies import Saved
@@ -158,6 +160,8 @@ def test_a_step_that_cannot_be_traced_trains_batches_of_other_shapes_with_weight
 
 
 def test_an_untraceable_batch_is_bounded_by_the_samples_memory_and_refused_where_the_bound_does_not_fit() -> None:
+    gc.collect()
+    others = install().stats().live_bytes  # of other tests
     model, optimizer = routed()
     torch.manual_seed(0)
     options = {"plan": untraceable_plan(Tier.DISK), "emulate_device": True, "limit": 8 * MIB}
@@ -168,7 +172,7 @@ def test_an_untraceable_batch_is_bounded_by_the_samples_memory_and_refused_where
             prepared = job._runner.assembly.shapes.known[-1]
             assert prepared.profile.batch_rows == rows
             # Values that send more rows to one expert than the sample's did are in no prediction.
-            assert result.peak_bytes <= prepared.peak_bytes * 1.2
+            assert result.peak_bytes - others <= prepared.peak_bytes * 1.1
         with pytest.raises(DoesNotFitError, match="a batch of 65536 rows"):
             job.step(torch.zeros(1 << 16, 32))
         job.step(torch.randn(512, 32))
