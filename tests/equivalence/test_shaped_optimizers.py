@@ -6,6 +6,7 @@ Small stand-ins of such parameters would take another algorithm than the paramet
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,33 @@ def test_an_integer_factor_is_seen_as_well() -> None:
     model, _ = build(RULES["no thin ones"])
     verdict = OptimizerDriver(ByInteger(model.parameters()), dict(model.named_parameters())).verdict("0.weight")
     assert verdict.kind is UpdateKind.PER_PARAMETER
+
+
+def test_a_choice_by_shape_holds_in_lines_and_behind_a_resume_with_clipping(tmp_path: Path) -> None:
+    rule, batch = RULES["large matrices"], torch.randn(16, 200, generator=torch.Generator().manual_seed(1))
+    on_disk, options = Plan(blocks=dict.fromkeys("024", ON_DISK)), {"store": tmp_path / "run", "max_grad_norm": 0.01}
+    (plain, plain_optimizer), (model, optimizer) = build(rule), build(rule)
+    with memfit.fit(model, optimizer, loss, batch, lines=True, plan=on_disk) as job:
+        for _ in range(2):
+            plain_optimizer.zero_grad()
+            loss(plain, batch).backward()
+            plain_optimizer.step()
+            with job.lines():
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    (plain, plain_optimizer), (model, optimizer) = build(rule), build(rule)
+    for _ in range(3):
+        plain_optimizer.zero_grad()
+        loss(plain, batch).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        plain_optimizer.step()
+    with memfit.fit(model, optimizer, loss, batch, plan=on_disk, **options) as job:
+        job.step(batch)
+    model, optimizer = build(rule)
+    with memfit.fit(model, optimizer, loss, batch, **options) as job:
+        assert job.steps == 1
+        job.step(batch)
+        job.step(batch)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))

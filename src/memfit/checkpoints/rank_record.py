@@ -63,7 +63,7 @@ class RankRecord:
         return {**RANKS_IDENTITY, "run": self.run or None, "rank": place if self.run else None}
 
     def is_of(self, identity: Mapping[str, str], rank: int) -> bool:
-        """Tells whether an identity is that of a rank's store."""
+        """True if an identity is that of a rank's store."""
         return all(identity.get(key) == value for key, value in self.identity(rank).items())
 
     def check(self, identity: Mapping[str, str], rank: int, path: Path) -> None:
@@ -253,7 +253,7 @@ def _run(manifest: Manifest | None) -> str | None:
 
 
 def _may_be_committed(path: Path) -> bool:
-    """Tells whether a set may have a committed store, as far as its files say."""
+    """True if a set may have a committed store, as far as its files say."""
     for store in (path, *_stores(path)):
         if store.is_symlink():
             return True

@@ -102,7 +102,7 @@ class RankRunStore(RunStore):
         self._lock: DirectoryLock | None = None
         self._resumed = RankResumed(self, ranks)
         self.resumed, self.commits = self._resumed, RankCommits(self, ranks)
-        # What each rank's store is compared with, and what the new set will be compared with.
+        # Compared with each rank's store, and with the new set.
         self.record = self._next = RankRecord(number=0, ranks=ranks.size, run="")
         self.step_before: int | None = None
         self.shares: Shares = {}

@@ -394,7 +394,7 @@ class WindowGradients:
         return [slot for slot in self._slots if self._gradients.has(slot)]
 
     def are_left(self) -> bool:
-        """Tells whether there are gradients that an update would use: none where the lines zeroed
+        """True if there are gradients that an update would use: none where the lines zeroed
         them, or where infinities make a `GradScaler` skip the update.
         """
         self._stand_ins.heed()

@@ -609,7 +609,7 @@ def _begin_write(
 
 
 def _lies_at(parameter: torch.Tensor, storage: torch.UntypedStorage, slot: ParameterSlot) -> bool:
-    """Tells whether a parameter is its slot of a storage. By identity: to ask for addresses takes
+    """True if a parameter is its slot of a storage. By identity: to ask for addresses takes
     marks off.
     """
     return (
@@ -620,7 +620,7 @@ def _lies_at(parameter: torch.Tensor, storage: torch.UntypedStorage, slot: Param
 
 
 def _is_held(storage: torch.UntypedStorage) -> bool:
-    """Tells whether NumPy, or another process, may look at a storage's bytes: they must stay."""
+    """True if NumPy, or another process, may look at a storage's bytes: they must stay."""
     return not storage.resizable() or _is_in_shared_memory(storage)
 
 
@@ -630,11 +630,11 @@ def _is_in_shared_memory(storage: torch.UntypedStorage) -> bool:
 
 def _checksum(content: torch.Tensor) -> int:
     """Returns the CRC-32C of bytes; those of an accelerator pass through the host in pieces."""
-    found = 0
+    checksum = 0
     for piece in content.split(_COMPARED_BYTES) if content.numel() else ():
         here = piece.cpu()
-        found = checksum_of_memory(address_of(here), here.numel(), found)
-    return found
+        checksum = checksum_of_memory(address_of(here), here.numel(), checksum)
+    return checksum
 
 
 def _rests_here(home: ByteHome) -> bool:

@@ -92,7 +92,7 @@ class SavedJob(WatchedJob):
                 if write_beside is not None:
                     write_beside(new)
 
-            # What a save works on is host memory.
+            # A save works on host memory.
             ranks = assembly.setup.ranks
             with (
                 together(ranks, "job.save", digest=f"{directory}, form={form!r}"),

@@ -126,7 +126,7 @@ class StepRunner:
 
     @property
     def owes_commit(self) -> bool:
-        """Tells whether a commit was asked for while a call was under way, and is not made."""
+        """True if a commit was asked for while a call was under way, and is not made."""
         return self.asked_commits > self._made_commits
 
     def _commit_if_due(self) -> None:

@@ -169,11 +169,11 @@ def _steps(
             name=entry.name,
             parameter=entry.parameter,
             weight=weight,
-            gradient=gradient.clone(),
+            gradient=gradient,  # a class may overwrite gradients: their values matter to nothing here
             state=states,
         )
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
-        recording = _StepRecording([*lent, part.gradient])
+        recording = _StepRecording(lent)
         with torch.compiler.set_stance("force_eager"), recording if is_recorded else nullcontext():
             states = shadow.run([part])[0]
         seen.update({key: value for key, value in states.items() if value is not None})
@@ -195,8 +195,8 @@ def _steps(
 def _factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[complex]:
     """Numbers that take part in the arithmetic of an operation: no sizes, dimensions or flags."""
     arguments = {argument.name: argument for argument in func._schema.arguments}
-    given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-    numbers = [value for name, value in given.items() if str(arguments[name].type) in _OF_NUMBERS]
+    by_name = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    numbers = [value for name, value in by_name.items() if str(arguments[name].type) in _OF_NUMBERS]
     return [value for value in tree_leaves(numbers) if isinstance(value, int | float | complex)]
 
 
@@ -217,9 +217,9 @@ class _StepRecording(TorchDispatchMode):
         del types
         if func.namespace == "prim":  # questions about a tensor without data, such as its device
             return func(*args, **(kwargs or {}))
-        given = tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         self.operations.append((func._overloadpacket, *_factors(func, args, kwargs or {})))
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(tensors[0], FakeTensor):
             return torch.ones((), dtype=tensors[0].dtype).item()
         out = func(*args, **(kwargs or {}))

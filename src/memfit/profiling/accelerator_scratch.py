@@ -49,9 +49,9 @@ _FP32_BYTES, _INDEX_BYTES = 4, 8
 _NEWEST, _FLASH_CAPABILITY = "sm_90", 80
 # Tiles of flash attention: rows and columns (of a head) that sums are rounded to.
 _FLASH_ROWS, _FLASH_COLUMNS = 128, 32
-# Of the efficient kernels; and blocks that keys are split among, whose sums are apart.
+# Efficient kernels; and blocks that keys are split among, whose sums are apart.
 _TILE, _MOST_SPLITS = 64, 200
-# Of an embedding: gradients are sorted where there are more, and summed by so many.
+# Embeddings sort gradients where there are more, and sum them by so many.
 _FEWEST_SORTED, _ROWS_A_SUM = 3072, 10
 _SORTED_COPIES = 6
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ def _flash_backward(args: Sequence[Any]) -> int:
     query, key = args[1], args[2]
     batch, heads, rows, columns = query.shape
     sums = batch * heads * _rounded(rows, _FLASH_ROWS) * (_rounded(columns, _FLASH_COLUMNS) + 1) * _FP32_BYTES
-    # Of keys and values that several heads share, each head's gradients are made apart.
+    # Keys and values that several heads share get gradients of each head apart.
     is_shared = key.shape[1] != heads
     return sums + (2 * batch * heads * key.shape[2] * columns * key.element_size() if is_shared else 0)
 

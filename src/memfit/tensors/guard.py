@@ -106,7 +106,7 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
             f"'{name}' needs the values of the weight {weight!r}, which has none yet: its model was built by memfit.empty, and memfit.fit gives each weight "
             "its values when its block moves home. To change them before, do it in the function that builds the model"
         )
-    # What state_dict(), copies of a model and averages of weights call first.
+    # Called first by state_dict(), copies of a model and averages of weights.
     beside = ". To save, job.save(directory); to average, memfit.MemfitEma(job)" if name in ("detach", "data") else ""
     raise AwayError(
         f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "

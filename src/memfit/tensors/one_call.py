@@ -41,7 +41,7 @@ class OneCall:
 
     @property
     def is_forked(self) -> bool:
-        """Tells whether this process is a fork of the one that made the object."""
+        """True if this process is a fork of the one that made the object."""
         return os.getpid() != self._pid
 
     def enter(self, name: str) -> BytesIO:
@@ -103,11 +103,11 @@ class OneCall:
 
     @property
     def is_mine(self) -> bool:
-        """Tells whether the caller runs inside of the call that is under way."""
+        """True if the caller runs inside of the call that is under way."""
         return self._thread is threading.current_thread() and self.is_under_way
 
     @property
     def is_under_way(self) -> bool:
-        """Tells whether a call has begun and not ended."""
+        """True if a call has begun and not ended."""
         token = None if self._token is None else self._token()
         return token is not None and not token.closed

@@ -49,7 +49,7 @@ def put_mark(storage: torch.UntypedStorage) -> None:
 
 
 def has_mark(storage: torch.UntypedStorage) -> bool:
-    """Tells whether nobody has asked to write to a storage since it was marked."""
+    """True if nobody has asked to write to a storage since it was marked."""
     with _unseen():
         return torch._C._is_cow_tensor(bytes_view(storage, 0, 0))  # pyright: ignore[reportAttributeAccessIssue]
 
