@@ -70,6 +70,10 @@ def signalled(rank: int, size: int, instant: str, how: str, victim: int, port: i
         port: of a store that rank 0 has; 0: the store outlives the ranks.
     """
     if port:
+        # A rank that left before the others had connected to it would end their first group, not this one.
+        first = dist.distributed_c10d._get_default_store()
+        first.set(f"connected/{rank}", "")
+        first.wait([f"connected/{other}" for other in range(size)])
         dist.destroy_process_group()
         store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100.0))

@@ -173,6 +173,6 @@ def test_an_untraceable_batch_is_bounded_by_the_samples_memory_and_refused_where
             assert prepared.profile.batch_rows == rows
             # Values that send more rows to one expert than the sample's did are in no prediction.
             assert result.peak_bytes - others <= prepared.peak_bytes * 1.1
-        with pytest.raises(DoesNotFitError, match="a batch of 65536 rows"):
-            job.step(torch.zeros(1 << 16, 32))
+        with pytest.raises(DoesNotFitError, match="a batch of 32768 rows"):
+            job.step(torch.zeros(1 << 15, 32))
         job.step(torch.randn(512, 32))

@@ -169,7 +169,7 @@ def _steps(
             name=entry.name,
             parameter=entry.parameter,
             weight=weight,
-            gradient=gradient,  # a class may overwrite gradients: their values matter to nothing here
+            gradient=gradient,  # a class may overwrite it: its values matter to nothing
             state=states,
         )
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
