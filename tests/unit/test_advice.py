@@ -1,15 +1,17 @@
 """Refusals that name a cure: each cure that is listed here is followed, and works.
 
-Refusals are collected from the source. A new one has a case here, or a line in `advice_not_followed.txt`, which only gets shorter.
+Refusals are collected from the source. A new one has a case here or in a module named `advice_of_*.py`, or a line in
+`advice_not_followed.txt`, which only gets shorter.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import memfit
-from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
-from memfit.core.tiers import Tier
+from unit.advice import BATCH, CASES, ON_DISK, Scene, follows, loss
 
 SOURCE = Path(memfit.__file__).parent
 ROOMS = ["engine", "activations", "homes", "tensors", "job", "profiling", "optimizers", "api", "batches", "huggingface"]
@@ -44,9 +46,9 @@ CURE = re.compile(
     re.IGNORECASE,
 )
 NOT_FOLLOWED = Path(__file__).with_name("advice_not_followed.txt")
-BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
-DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
-ON_DISK = Plan(blocks={"0": DISK, "2": DISK})
+
+for module in sorted(Path(__file__).parent.glob("advice_of_*.py")):
+    importlib.import_module(f"unit.{module.stem}")
 
 
 def texts(node: ast.AST, constants: dict[str, str]) -> str:
@@ -71,56 +73,6 @@ def refusals() -> Iterator[str]:
                 text = texts(node.args[0], constants)
                 if CURE.search(text):
                     yield f"{path.relative_to(SOURCE).as_posix()}: {' '.join(text.split())[:400]}"
-
-
-CASES: dict[tuple[str, str], Callable[[Scene], None]] = {}
-
-
-def follows(path: str, text: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Registers the case of a refusal by its file and a part of its text."""
-
-    def register(case: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        CASES[path, text] = case
-        return case
-
-    return register
-
-
-def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-class Scene:
-    """A model, its optimizer, and jobs that are closed at the end."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.directory, self._stack = directory, stack
-        self.words = ""
-        self.begin()
-
-    def begin(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-    def fit(self, function: Any = loss, **wishes: Any) -> memfit.Job:
-        job = memfit.fit(self.model, self.optimizer, function, BATCH, **wishes)
-        self._stack.callback(lambda: job.close(restore=False, commit=False))
-        return job
-
-    def refused(self, act: Callable[[], object]) -> None:
-        with pytest.raises(memfit.MemfitError) as found:
-            act()
-        self.words = str(found.value)
-
-    def trains_as(self, body: Callable[[nn.Module], None]) -> None:
-        """Compares the model with one that a plain loop has trained by the same body once."""
-        mine = [p.detach().clone() for p in self.model.parameters()]
-        self.begin()
-        body(self.model)
-        self.optimizer.step()
-        for one, other in zip(mine, self.model.parameters(), strict=True):
-            assert torch.equal(one, other)
 
 
 def penalized(model: nn.Module) -> Tensor:
@@ -439,6 +391,6 @@ def test_a_refusal_that_names_a_cure_has_a_case_or_is_a_known_debt() -> None:
     debt = {line for line in NOT_FOLLOWED.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
     found = [*refusals()]
     open_ones = {one.split(": ", 1)[1] for one in found if case_of(one) is None}
-    assert open_ones - debt == set(), "follow the cure in a case here"
+    assert open_ones - debt == set(), "follow the cure in a case"
     assert debt - open_ones == set(), "take these lines out of advice_not_followed.txt"
     assert len(found) > 150

@@ -1,0 +1,72 @@
+"""Tools of the cases that follow what refusals advise: a model with its jobs, and the list of cases.
+
+Cases stand in `test_advice.py` and in modules named `advice_of_*.py`, which `test_advice.py` imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
+
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+ON_DISK = Plan(blocks={"0": DISK, "2": DISK})
+
+CASES: dict[tuple[str, str], Callable[[Scene], None]] = {}
+
+
+def follows(path: str, text: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    """Registers the case of a refusal by its file and a part of its text."""
+
+    def register(case: Callable[[Scene], None]) -> Callable[[Scene], None]:
+        CASES[path, text] = case
+        return case
+
+    return register
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+class Scene:
+    """A model, its optimizer, and jobs that are closed at the end."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory, self._stack = directory, stack
+        self.words = ""
+        self.begin()
+
+    def begin(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def fit(self, function: Any = loss, **wishes: Any) -> memfit.Job:
+        job = memfit.fit(self.model, self.optimizer, function, BATCH, **wishes)
+        self._stack.callback(lambda: job.close(restore=False, commit=False))
+        return job
+
+    def refused(self, act: Callable[[], object]) -> None:
+        with pytest.raises(memfit.MemfitError) as found:
+            act()
+        self.words = str(found.value)
+
+    def trains_as(self, body: Callable[[nn.Module], None]) -> None:
+        """Compares the model with one that a plain loop has trained by the same body once."""
+        mine = [p.detach().clone() for p in self.model.parameters()]
+        self.begin()
+        body(self.model)
+        self.optimizer.step()
+        for one, other in zip(mine, self.model.parameters(), strict=True):
+            assert torch.equal(one, other)
