@@ -39,21 +39,27 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
 class Scene:
     """A model, its optimizer, and jobs that are closed at the end."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self._stack = directory, stack
         self.words = ""
-        self.begin()
+        self.begin(three_layers)
 
-    def begin(self) -> None:
+    def begin(self, build: Callable[[], nn.Module] | None = None) -> None:
+        """Makes the model anew, from now on by `build` where that is there."""
+        self._build = build or self._build
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.model: Any = self._build()
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def fit(self, function: Any = loss, **wishes: Any) -> memfit.Job:
-        job = memfit.fit(self.model, self.optimizer, function, BATCH, **wishes)
+    def fit(self, function: Any = loss, sample: Any = BATCH, **wishes: Any) -> memfit.Job:
+        job = memfit.fit(self.model, self.optimizer, function, sample, **wishes)
         self._stack.callback(lambda: job.close(restore=False, commit=False))
         return job
 
@@ -62,7 +68,7 @@ class Scene:
             act()
         self.words = str(found.value)
 
-    def trains_as(self, body: Callable[[nn.Module], None]) -> None:
+    def trains_as(self, body: Callable[[Any], object]) -> None:
         """Compares the model with one that a plain loop has trained by the same body once."""
         mine = [p.detach().clone() for p in self.model.parameters()]
         self.begin()
