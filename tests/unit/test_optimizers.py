@@ -641,7 +641,7 @@ def test_misuse_of_pieces_is_told_apart() -> None:
     def update(span: slice, state: dict[str, Any], *, first: bool, last: bool) -> dict[str, Any]:
         return driver.update("stem.weight", weight[span], gradient[span], state, first=first, last=last)
 
-    with pytest.raises(UsageError, match="outside of a step"):
+    with pytest.raises(AssertionError, match="inside of a step"):
         update(slice(0, 64), {}, first=True, last=False)
     with pytest.raises(UsageError, match="end_step without begin_step"):
         driver.end_step()

@@ -186,13 +186,8 @@ class OptimizerDriver(StandingSteps):
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group that the step under way uses, without parameters.
-
-        Raises:
-            UsageError: no step is under way.
-        """
-        if self._shadow is None:
-            raise UsageError("settings: no step is under way; call begin_step first.")
+        """The hyperparameters of each group that the step under way uses, without parameters."""
+        assert self._shadow is not None, "settings are of a step that is under way"
         return [dict(group) for group in self._shadow.groups]
 
     def begin_again(self, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -272,7 +267,7 @@ class OptimizerDriver(StandingSteps):
             them once, with the last.
 
         Raises:
-            UsageError: outside of a step, twice in a step, pieces out of order or not aligned, or
+            UsageError: twice in a step, pieces out of order or not aligned, or
                 scalars that changed between pieces.
             UnsupportedError: the optimizer needs all parameters at once, or a sparse gradient.
         """
@@ -306,8 +301,7 @@ class OptimizerDriver(StandingSteps):
         """Returns the part to run of a piece that may come now."""
         entry = self._entry(name)
         verdict = self.verdict(name, weight.dtype, weight.device)
-        if self._shadow is None:
-            raise UsageError(f"update of {entry.name!r} outside of a step; call begin_step first.")
+        assert self._shadow is not None, "a piece is updated inside of a step"
         if entry.name in self._done:
             raise UsageError(f"{entry.name!r} was already updated in this step.")
         if verdict.kind is UpdateKind.JOINT:
@@ -318,8 +312,7 @@ class OptimizerDriver(StandingSteps):
         if first == (entry.name in self._open):
             told = "a second first piece" if first else "a piece before the first one"
             raise UsageError(f"update of {entry.name!r}: {told} in one step.")
-        group = self._shadow.groups[entry.group]
-        structure.check_piece(entry, verdict, group, weight, gradient, whole=first and last)
+        structure.check_piece(entry, verdict, weight, whole=first and last)
         structure.check_alignment(entry, verdict, weight, last=last)
         part, scalars = _lend(entry, self.state_layout(entry.name, weight.dtype), weight, gradient, state)
         if first:

@@ -108,11 +108,10 @@ class StandingSteps(ABC):
             New numbers, for each piece.
 
         Raises:
-            UsageError: outside of a step, or twice in a step.
+            UsageError: twice in a step.
         """
         with self._lock:
-            if self._shadow is None:
-                raise UsageError("update_standing outside of a step; call begin_step first.")
+            assert self._shadow is not None, "pieces are updated inside of a step"
             names = {part.name for part, _, _ in lent}
             if not self._done.isdisjoint(names):
                 raise UsageError(f"{min(self._done & names)!r} was already updated in this step.")

@@ -16,7 +16,7 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.optimizers.kinds import UpdateKind, Verdict
 from memfit.optimizers.shadow import State
 from memfit.optimizers.state_tensors import StateTensor
-from memfit.optimizers.validation import Entry, check_piece_device
+from memfit.optimizers.validation import Entry
 
 _DECISIVE_FLAGS = frozenset({"fused", "capturable", "differentiable"})
 
@@ -58,23 +58,8 @@ def check_groups(optimizer: Optimizer, entries: Iterable[Entry], planned: Sequen
             )
 
 
-def check_piece(
-    entry: Entry,
-    verdict: Verdict,
-    group: Mapping[str, Any],
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    *,
-    whole: bool,
-) -> None:
-    """Raises if a piece cannot be updated as it is: sparse, on the wrong device, or not whole where
-    it has to be.
-    """
-    if gradient.layout is not torch.strided:
-        raise UnsupportedError(
-            f"The gradient of {entry.name!r} is sparse; memfit keeps dense gradients only. Use sparse=False."
-        )
-    check_piece_device(group, entry.name, weight)
+def check_piece(entry: Entry, verdict: Verdict, weight: torch.Tensor, *, whole: bool) -> None:
+    """Raises if a piece is not whole where it has to be."""
     if verdict.kind is not UpdateKind.ELEMENTWISE:
         if not whole:
             raise UsageError(f"{entry.name!r} must be updated whole: {verdict.reason}.")

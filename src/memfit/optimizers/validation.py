@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from memfit.core.errors import UnsupportedError, UsageError
 
-_ACCELERATORS_ONLY = "capturable=True needs parameters on an accelerator"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -155,19 +153,13 @@ def _check_group(optimizer: Optimizer, index: int, group: dict[str, Any]) -> Non
             "that keeps every weight and state alive. Use differentiable=False."
         )
     if group.get("capturable") and any(not _is_on_accelerator(p) for p in group["params"]):
-        raise UnsupportedError(f"{_ACCELERATORS_ONLY}; {name} group {index} has some on the CPU. Use capturable=False.")
+        raise UnsupportedError(
+            f"capturable=True needs parameters on an accelerator; {name} group {index} has some on the CPU. Use capturable=False."
+        )
 
 
 def _is_on_accelerator(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
-
-
-def check_piece_device(group: Mapping[str, Any], name: str, piece: torch.Tensor) -> None:
-    """Raise `UnsupportedError` where a capturable group would meet a piece on the CPU (a host
-    home).
-    """
-    if group.get("capturable") and not _is_on_accelerator(piece):
-        raise UnsupportedError(f"{_ACCELERATORS_ONLY}, but {name!r} is updated on the CPU. Use capturable=False.")
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
