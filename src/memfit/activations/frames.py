@@ -455,7 +455,7 @@ def _check_outer_hooks(place: str) -> None:
     if owner.startswith("memfit."):
         raise UnsupportedError(
             f"{place} is called inside another call whose saved tensors are managed; "
-            "plan saved='keep' for the inner or the outer one"
+            "plan saved='keep' for the outer one"
         )
     if not owner.startswith("torch."):
         raise UnsupportedError(

@@ -105,7 +105,8 @@ class AdoptedStep:
             return self.served(closure)
         raise UsageError(
             "optimizer.step() was called while memfit owns the weights and states. Call job.step(batch): it runs "
-            "forward, backward and the update; or run these lines inside `with job.lines():`. After job.close() the optimizer steps by itself again."
+            "forward, backward and the update; or plan with memfit.fit(lines=True), and run these lines inside `with job.lines():`. After job.close() the "
+            "optimizer steps by itself again."
         )
 
 
