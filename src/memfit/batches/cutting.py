@@ -341,7 +341,7 @@ def _is_inside(path: str, other: str) -> bool:
 
 def _check_count(count: int, rows: int, why: str | None) -> None:
     if count > rows:
-        told = f"it has {rows} rows" if why is None else f"it is not cut: {why}"
+        told, cure = (f"it has {rows} rows", "a larger batch") if why is None else (why, "fit(split=...)")
         raise UsageError(
-            f"the plan cuts a batch into {count} microbatches, and this one cannot be: {told}. Give a larger batch or a plan with fewer microbatches"
+            f"the plan cuts a batch into {count} microbatches, and this one cannot be: {told}. Give a plan with fewer microbatches, or {cure}"
         )

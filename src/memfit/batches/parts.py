@@ -83,7 +83,7 @@ class ByParts:
         count = self.rows(batch)
         if count > wanted:
             raise UsageError(
-                f"{count} parts came, and the plan is for {wanted} at most: give memfit.fit a sample with as many, or a plan with microbatches={count}"
+                f"{count} parts came, and the plan is for {wanted} at most: give memfit.fit a sample with as many"
             )
         return count
 
