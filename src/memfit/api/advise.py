@@ -40,7 +40,7 @@ from memfit.job.described import PlannedFor, plan_for
 from memfit.job.few_bits import computes_in_bf16, encodes_states, encoding_bytes
 from memfit.job.machine import device_of
 from memfit.job.operation_trials import workspaces_for, workspaces_of
-from memfit.job.plan_checks import check_effect
+from memfit.job.plan_checks import check_effect, check_meaning
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, beside, check_arguments, check_precision, driver_of
 from memfit.job.setup import beside_loop
@@ -400,6 +400,7 @@ class Asked:
             self.hardware.link(NETWORK)  # refuses machines of which it is not known
         problem = replace(self._problem, cut=self._ways()[0])
         found = problem.profile_for(plan, self._sample)
+        check_meaning(plan, found, is_committed=bool(self.wanted.commits))
         check_exact(plan, found, problem.numerics)
         declared = declare(plan, found, allow=allow, why=why)
         speeds = in_dtype(self.hardware, plan.compute_dtype)

@@ -146,7 +146,7 @@ def check_compile(asked: str, numerics: str, *, lines: bool, is_alone: bool) -> 
         raise UsageError('compile="blocks" rounds otherwise than plain PyTorch: leave it out, or numerics="exact"')
     if lines or not is_alone:
         raise UnsupportedError(
-            f'compile="blocks" is for job.step of one process: leave out {"it, or lines=True" if lines else "it on several ranks"}'
+            f'compile="blocks" is for job.step of one process: leave it out{", or lines=True" if lines else " on several ranks"}'
         )
 
 

@@ -61,7 +61,7 @@ class HostUpdates:
         for index, group in enumerate(groups):
             for flag in ("capturable", "fused"):
                 if group.get(flag):
-                    return f"{name} has {flag}=True (group {index}), whose step counts lie on the device"
+                    return f"{name} has {flag}=True (group {index}), whose step counts lie on the device: leave it out"
             if key := _on_accelerator(group, but=("params",)):
                 return f"{key!r} of {name} (group {index}) is a tensor on the device"
         if key := _on_accelerator(vars(self._optimizer), but=("state", "param_groups", "defaults")):
