@@ -47,7 +47,7 @@ from memfit.store.checksums import checksum_of_memory
 from memfit.tensors.guard import mark_away, mark_present
 from memfit.tensors.trees import bytes_view, new_storage, typed_view
 from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
-from memfit.tensors.write_marks import address_of, has_mark, put_mark, take_mark_off
+from memfit.tensors.write_marks import address_of, alias_of, has_mark, put_mark, take_mark_off
 
 _COMPARED_BYTES = 1 << 20
 _FEW_ALARMS = 8
@@ -156,6 +156,7 @@ class BlockWeights:
         self.home: ByteHome | None = None
         self._masters: ByteHome | None = None
         self._storage: torch.UntypedStorage | None = None
+        self._alias = torch.empty(0)  # of the storage, for marks
         self._is_here = True
         self._arriving: TransferHandle | None = None
         self._attributes: list[Kept] = []
@@ -261,7 +262,7 @@ class BlockWeights:
         for slot in self.slots:
             slot.parameter.data = slot.view(storage)
         self._attributes = [keep_attributes(slot.parameter) for slot in self.slots]
-        self._storage, self.home, self._masters = storage, home, masters
+        self._storage, self._alias, self.home, self._masters = storage, alias_of(storage), home, masters
         if resting is None:
             self._leave()  # last: parameters that are away refuse to be given data
 
@@ -298,7 +299,7 @@ class BlockWeights:
         take_mark_off(self.storage)
         if not _is_held(self.storage):
             self.storage.resize_(0)
-        self._storage, self.home, self._masters = None, None, None
+        self._storage, self._alias, self.home, self._masters = None, torch.empty(0), None, None
         self._is_here = True
 
     def give_up(self) -> None:
@@ -371,13 +372,14 @@ class BlockWeights:
         if not self._is_here or self._arriving is not None or self._storage is None:
             return None
         first: UnsupportedError | None = None
+        is_shared = self.travels and _is_in_shared_memory(self._storage)
         for slot, kept in zip(self.slots, self._attributes, strict=True):
             p, what = slot.parameter, None
             if p.dtype != slot.dtype or p.shape != slot.shape:
                 what = f"became {tuple(p.shape)} of {p.dtype}, from {slot.shape} of {slot.dtype},"
             elif slot.numel and not _lies_at(p, self._storage, slot):
                 what = "was given other memory (parameter.data = ...)"
-            elif self.travels and _is_in_shared_memory(self._storage):
+            elif is_shared:
                 what = "was put into memory that processes share"
             if what is not None:
                 p.data = slot.view(self._storage)  # while the buffer has bytes: not after a release
@@ -425,13 +427,13 @@ class BlockWeights:
         home.
         """
         self._watched_versions = self._versions()
-        put_mark(self.storage)
+        put_mark(self._alias)
 
     @property
     def may_be_written(self) -> bool:
         """True if somebody may have written since the watch began; False if nobody watches."""
         before = self._watched_versions
-        return before is not None and (before != self._versions() or not has_mark(self.storage))
+        return before is not None and (before != self._versions() or not has_mark(self._alias))
 
     def written_since_watch(self) -> list[str]:
         """Ends the watch. Returns the names of parameters that the user's code has changed since,
@@ -440,7 +442,7 @@ class BlockWeights:
         before, self._watched_versions = self._watched_versions, None
         if before is None or not self._is_here or not (self.travels or self.has_masters):
             return []
-        is_asked, is_counted = not has_mark(self.storage), before != self._versions()
+        is_asked, is_counted = not has_mark(self._alias), before != self._versions()
         # The engine writes next, in threads of its own.
         take_mark_off(self.storage)
         self._false_alarms += 1 if is_asked else -self._false_alarms
@@ -495,8 +497,10 @@ class BlockWeights:
         device = self.device
         for slot in self.slots:
             slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
-        self._storage = None  # gone before the next one comes, unless somebody holds it
+        # Gone before the next one comes, unless somebody holds it.
+        self._storage, self._alias = None, torch.empty(0)
         self._storage = new_storage(self.nbytes, device)
+        self._alias = alias_of(self._storage)
         for slot in self.slots:
             slot.parameter.data = slot.view(self._storage)
         self._storage.resize_(0)

@@ -20,7 +20,6 @@ import torch
 
 from memfit.core.errors import UsageError
 from memfit.core.units import round_up
-from memfit.tensors.write_marks import storage_address
 
 ALIGNMENT_BYTES = 4096
 """Direct I/O wants file offsets, lengths and addresses in multiples of this (the page and the
@@ -88,7 +87,7 @@ def memory_of_storage(storage: torch.UntypedStorage, offset: int = 0, nbytes: in
         raise UsageError(
             f"disk transfers need memory that the processor can address, not a storage on {storage.device}"
         )
-    whole = Memory(address=storage_address(storage), nbytes=storage.nbytes(), owner=storage)
+    whole = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), owner=storage)
     return whole.narrow(offset, whole.nbytes - offset if nbytes is None else nbytes)
 
 

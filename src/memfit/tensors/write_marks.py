@@ -17,12 +17,15 @@ own threads write. `record_stream` passes a marked storage over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
 from memfit.tensors.trees import bytes_view
+
+# Contexts in which modes of the user's see no operation.
+_unseen = torch._C.DisableTorchFunction
+_undispatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -31,36 +34,29 @@ def address_of(tensor: torch.Tensor) -> int:
     return begin + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def storage_address(storage: torch.UntypedStorage) -> int:
-    """Returns the address of a storage's first byte, to read from, or to write to for the engine: a
-    mark stays.
+def alias_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Returns a tensor over none of a storage's bytes, by which marks are put and asked for.
+
+    Kept beside the storage: to make one costs more than to put a mark.
     """
-    with _unseen():
-        return address_of(bytes_view(storage, 0, 0))
+    with _unseen(), _undispatched():
+        return bytes_view(storage, 0, 0)
 
 
-def put_mark(storage: torch.UntypedStorage) -> None:
-    """Marks a storage. Costs some microseconds, and nothing afterwards.
+def put_mark(alias: torch.Tensor) -> None:
+    """Marks the storage of an alias. Costs a microsecond or two, and nothing afterwards.
 
     Where the storage's allocator has no such marks there is none, and `has_mark` is False.
     """
-    with suppress(RuntimeError), _unseen():
-        bytes_view(storage, 0, storage.nbytes())._lazy_clone()  # pyright: ignore[reportAttributeAccessIssue]
+    with suppress(RuntimeError), _unseen(), _undispatched():
+        alias._lazy_clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def has_mark(storage: torch.UntypedStorage) -> bool:
-    """True if nobody has asked to write to a storage since it was marked."""
-    with _unseen():
-        return torch._C._is_cow_tensor(bytes_view(storage, 0, 0))  # pyright: ignore[reportAttributeAccessIssue]
+def has_mark(alias: torch.Tensor) -> bool:
+    """True if nobody has asked to write to an alias's storage since it was marked."""
+    return torch._C._is_cow_tensor(alias)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def take_mark_off(storage: torch.UntypedStorage) -> None:
     """Takes the mark off, where there is one; always before a storage is resized."""
     storage.data_ptr()  # an address to write to
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Context in which modes of the user's see no operation."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
-        yield
