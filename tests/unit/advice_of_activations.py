@@ -89,6 +89,30 @@ def a_compiled_call_that_is_not_selected_from(s: Scene) -> None:
     torch._dynamo.reset()
 
 
+class Steep(nn.Linear):
+    """A layer that adds its own slope, once memfit has planned or always."""
+
+    waits = True
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's own name
+        result = super().forward(input).tanh()
+        if self.waits and memfit.is_tracing():
+            return result
+        (slope,) = torch.autograd.grad(result.sum(), self.weight, retain_graph=True)
+        return result + slope.mean()
+
+
+@follows("profiling/trace_run.py", "or leave it out where memfit.is_tracing(), if the model's forward has it")
+def a_forward_with_a_backward_of_numbers(s: Scene) -> None:
+    s.begin(lambda: nn.Sequential(nn.Linear(8, 8), Steep(8, 8)))
+    s.model[1].waits = False
+    for lines in (False, True):
+        s.refused(lambda lines=lines: s.fit(lines=lines))
+    s.begin()
+    steps(s, KEEP, KEEP)
+    s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
 @follows("activations/recompute.py", "runs autograd inside its own forward")
 def a_call_with_a_backward_inside_is_kept(s: Scene) -> None:
     def slope(_: Tensor, result: Tensor) -> None:

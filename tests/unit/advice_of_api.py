@@ -91,7 +91,13 @@ def no_limit_or_the_largest_size(s: Scene) -> None:
 @follows("api/extremes.py", "what counts the rows of the sample was not found")
 def a_function_that_makes_batches(s: Scene) -> None:
     s.refused(lambda: batches_like((BATCH, torch.ones(3))))
-    assert largest(s, lambda count: (rows(count), torch.ones(3))[0]) == 2
+    asked = (
+        s.model,
+        s.optimizer,
+        lambda model, batch: loss(model, batch[0]),
+        lambda count: (rows(count), torch.ones(3)),
+    )
+    assert find_largest(*asked, start=2, at_most=2, limit="8GiB").size == 2
 
 
 @follows("api/extremes.py", "give the seconds that a step may take")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -232,7 +233,9 @@ def refused_on_two_ranks() -> list[str]:
     """Follows refusals on two ranks, of which the second is a fork of this process."""
     with TemporaryDirectory() as name, ExitStack() as stack:
         s, words, code = Scene(Path(name), stack), list[str](), 1
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork")
+            child = os.fork()
         try:
             store = FileStore(f"{name}/ranks", 2)
             dist.init_process_group("gloo", store=store, rank=int(not child), world_size=2)

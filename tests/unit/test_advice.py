@@ -100,7 +100,8 @@ def perturbed(model: nn.Module, batch: Tensor) -> Tensor:
 
 @follows("profiling/trace_run.py", "the loss runs a backward of its own")
 def a_backward_whose_gradients_are_numbers_runs_in_a_loop(s: Scene) -> None:
-    s.refused(lambda: s.fit(perturbed))
+    for lines in (False, True):
+        s.refused(lambda lines=lines: s.fit(perturbed, lines=lines))
     s.begin()
     with s.fit(lines=True) as job, job.lines():
         perturbed(s.model, BATCH).backward()

@@ -44,8 +44,9 @@ from memfit.tensors.autograd_graph import Gradients, watch_gradients_of
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _BACKWARD_OF_ITS_OWN = (
-    "the loss runs a backward of its own (torch.autograd.grad, .backward()), around which memfit cannot place memory. Where its gradients are numbers, run it "
-    "in a loop under memfit.fit(lines=True); a gradient of a gradient (create_graph=True) trains in plain PyTorch alone"
+    "the loss runs a backward of its own (torch.autograd.grad, .backward()), around which memfit cannot place memory. Where its gradients are numbers, "
+    "give memfit.fit(lines=True) a loss without it, and run it in the loop; or leave it out where memfit.is_tracing(), if the model's forward has it. A "
+    "gradient of a gradient (create_graph=True) trains in plain PyTorch alone"
 )
 
 
