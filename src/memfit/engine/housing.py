@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import torch
 
-from memfit.core.errors import PlanError, StoreError
+from memfit.core.errors import StoreError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome
@@ -61,9 +61,6 @@ class House:
         factories: makers of homes, by tier.
         placed: by region, the block and the home of its bytes, in any tier.
         step: the number of the last step whose versions are current.
-
-    Raises:
-        PlanError: the plan names a tier for which there is no factory.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class House:
         try:
             for tier in {*self._leaving, *(r.tier for _, r in self._requests.values())}:
                 wanted = [_own(sharing, block, r) for block, r in self._requests.values() if r.tier is tier]
-                self._factory(tier).prepare(wanted, offloads=tier in leaving)
+                self.factories[tier].prepare(wanted, offloads=tier in leaving)
             self.gradients = self._gradient_homes(keeps_norms=keeps_norms, keeps_gradients=keeps_gradients)
         except BaseException:
             # Nobody has this object yet who could close it: files and pinned memory would stay.
@@ -155,18 +152,11 @@ class House:
                 ends=master_ends,
             )  # fmt: skip
 
-    def _factory(self, tier: Tier) -> HomeFactory:
-        if tier not in self.factories:
-            raise PlanError(
-                f"the plan names the tier {str(tier)!r}, and this job has homes in {[*map(str, self.factories)]}: name one of these"
-            )
-        return self.factories[tier]
-
     def _place(self, region: str) -> ByteHome:
         """Makes the home of a region."""
         sharing = self._sharing
         block, request = self._requests[region]
-        home = self._factory(request.tier).home(_own(sharing, block, request))
+        home = self.factories[request.tier].home(_own(sharing, block, request))
         if sharing is not None:
             home = sharing.home(block, request, home)
         self.placed[region] = block.index, home
@@ -308,7 +298,7 @@ class House:
 
     def pools(self) -> dict[Tier, HomePool]:
         """Pools of homes for offloaded activations, in the tiers to which the plan offloads."""
-        return {tier: self._factory(tier).pool() for tier in self._leaving}
+        return {tier: self.factories[tier].pool() for tier in self._leaving}
 
     def first_commit(self) -> None:
         """Declares what has been moved in version 0."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import (
     Accumulate,
     Action,
@@ -347,11 +347,8 @@ class StepRun:
     def _seed(self, first: int, last: int) -> None:
         microbatches = range(first, last + 1)
         for m in microbatches:
-            if not self._coroutines[m].is_finished:
-                raise PlanError(
-                    f"seed m{m}: the microbatch is not at its end; its code made more calls than the schedule. Close the job, and fit "
-                    "with a batch that makes these calls as the sample"
-                )
+            # It pauses at calls of the schedule alone, behind which nothing is left of it.
+            assert self._coroutines[m].is_finished
         seeds = self._seeds(microbatches)
         if self._passes.tail is None:
             # Before autograd runs: its hooks take a backward in another phase for the loss's own.
@@ -439,11 +436,8 @@ class StepRun:
         else:
             while self._next < position:
                 passed = self._operations[self._next]
-                if isinstance(passed.action, Forward | Start | Seed | Joint | Commit):
-                    raise PlanError(
-                        f"autograd reached {action} before the schedule's {passed.action}: the loss goes back through other calls than the "
-                        "sample's did. Close the job, and fit with such a batch as the sample"
-                    )
+                # A call's backward stands behind the forward that made its graph, and its seed.
+                assert not isinstance(passed.action, Forward | Start | Seed | Joint | Commit)
                 self._next += 1
                 if isinstance(passed.action, Backward):
                     self._begin(passed)  # no gradient came here

@@ -194,13 +194,8 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: torch.Tensor) -> None:
     """Checks that a loss is one number that can be differentiated. Raises `UsageError`."""
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            f"the loss function must return a tensor of one element (or a pair of sum and count), not {type(loss).__name__}: "
-            "return the loss itself, not its .item()"
-        )
     if loss.numel() != 1:
         raise UsageError(
             f"the loss function must return a scalar, not a tensor of shape {tuple(loss.shape)}: take its mean() or sum()"

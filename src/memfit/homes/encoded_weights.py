@@ -11,7 +11,6 @@ from functools import cache, partial
 
 import torch
 
-from memfit.core.errors import UnsupportedError
 from memfit.core.frozen_formats import NF4_BLOCK, FrozenFormat, encoded_sizes
 from memfit.core.tiers import Tier
 from memfit.formats import find_format
@@ -211,10 +210,7 @@ class EncodedWeights(ByteHome):
             if slot.name not in self._names:
                 handles.append(self.inner.write(place[0] + first, count, source, at))
                 continue
-            if count != slot.nbytes:
-                raise UnsupportedError(
-                    f"a part of {slot.name!r}, which rests in {self._chosen}, would be written: write all of it"
-                )
+            assert count == slot.nbytes, "an encoded weight is written whole"
             values = typed_view(source, at, slot.dtype, (slot.numel,))
             if self._is_there(slot, values):
                 continue
