@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Action, Backward, Forward, Norm, Seed
 from memfit.core.step import Step
 from memfit.engine.entered_calls import Listener
@@ -212,19 +212,17 @@ class DrivenRun(StepRun):
         # Off first: calls that are run in backward are not the lines'.
         self.calls.running = None
         self.phase = EnginePhase.BACKWARD
+        # Called when this whole backward is over, before `loss.backward()` returns; from here on,
+        # since a refusal ends a backward too.
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self._finish, self._fail))
         self._watch.before_backward()
         self._end_compute()
         seed = next(i for i, o in enumerate(self._operations) if isinstance(o.action, Seed))
-        if self._next > seed:
-            raise PlanError(
-                f"backward began where the schedule had passed {self._operations[seed].action}: the forward of these lines is not the "
-                "one that was planned. Call zero_grad() and begin it again; if it comes again, fit with this batch as the sample"
-            )
+        # Forwards alone bring the list on before, and all of them stand before the seed.
+        assert self._next <= seed
         self._do_to(seed)
         self._begin(self._operations[seed])
         self._next = seed + 1
-        # Called when this whole backward is over, before `loss.backward()` returns.
-        torch.autograd.Variable._execution_engine.queue_callback(_End(self._finish, self._fail))
 
     def _finish(self) -> None:
         if self.phase is not EnginePhase.BACKWARD:

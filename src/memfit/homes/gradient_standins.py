@@ -201,6 +201,7 @@ class GradientStandIns:
             if self._gradients.rests_apart(slot):
                 _put(slot, stand_in)
                 self._shown.add(name)
+                self._zeroed.pop(name, None)
 
     def heed(self) -> None:
         """Takes all stand-ins off, and forgets the gradients of those that the user has removed.
@@ -398,6 +399,7 @@ class WindowGradients:
         them, or where infinities make a `GradScaler` skip the update.
         """
         self._stand_ins.heed()
+        self._stand_ins.take_off_spent()
         left = [(b, s, self._gradients.here.of(s)) for b in self._blocks for s in b.slots if self._gradients.has(s)]
         is_finite = (
             self._gradients.is_finite_apart(block, slot) if gradient is None else bool(gradient.isfinite().all())
@@ -409,11 +411,14 @@ class WindowGradients:
         """Marks gradients as given up, and says why."""
         self._stand_ins.spend(slots, why)
 
-    def end(self) -> None:
-        """Drops all gradients and marks."""
+    def end(self, *, are_used: bool) -> None:
+        """Drops all gradients and marks; those that the last update has used stay readable where
+        they are kept.
+        """
         self._stand_ins.take_off()
         self._gradients.wait()
-        self._gradients.begin_step()
+        if not are_used:
+            self._gradients.begin_step()
         self._gradients.here.drop(self._blocks)
 
 

@@ -294,11 +294,12 @@ class GradientHomes:
         """Returns a copy of a parameter's gradient of the last step, in the master's dtype, clipped
         if the step clipped; None if it got none. Costs its bytes.
         """
-        gradient = self.here.of(slot)
-        if gradient is None and self._kept is not None:
-            gradient = self._kept.get(slot.name)
+        gradient = (self._kept or {}).get(slot.name)
         if gradient is None and slot.name not in self._held:
-            return None
+            # Behind the others: in lines of the user's, a stand-in may be on `.grad`.
+            gradient = self.here.sum_of(slot) if self.here.has_sum(slot) else self.here.of(slot)
+            if gradient is None:
+                return None
         if gradient is not None:
             whole = gradient.to(slot.master_dtype, copy=True)
         else:

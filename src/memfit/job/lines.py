@@ -115,7 +115,7 @@ class Lines:
             self._give_up()
             if error is None and unused and not self._gradients.are_left():
                 unused = 0
-            self._gradients.end()
+            self._gradients.end(are_used=not self.backwards)
         if error is None and unused:
             warnings.warn(
                 f"the lines ended with the gradients of {unused} backward{'s' if unused > 1 else ''} that no optimizer.step() used; they are given up. Go on inside "
