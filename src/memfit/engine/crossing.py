@@ -58,7 +58,8 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
                 edges[node, number] = GradientEdge(node, number)
             elif not node.next_functions:
                 raise UnsupportedError(
-                    "the loss reads a parameter on the CPU while the model lies on an accelerator: move it there, or train it apart"
+                    "the loss reads a parameter on the CPU while the model lies on an accelerator: make it a part of the model there, or freeze it "
+                    "(requires_grad_(False))"
                 )
             elif node not in seen:
                 seen.add(node)
