@@ -146,3 +146,19 @@ def test_a_limit_too_small_for_gradients_of_two_batches_is_refused_with_the_smal
         with job.lines():
             train(model, optimizer, steps=1)
         assert job.proof().holds
+
+
+def test_a_scaler_looks_at_gradients_on_disk_with_one_piece() -> None:
+    """Sums of squares overflow, so that the values are read: 16 MiB of them, of which an infinity would be the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 8))
+    on_disk = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+    plan = Plan(blocks={"0": on_disk, "2": on_disk}, update=UpdateTime.AFTER_BACKWARD)
+    values = torch.randn(4, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**90)
+    with memfit.fit(model, optimizer, loss_of, values, plan=plan, lines=True) as job, job.lines():
+        scaler.scale(loss_of(model, values)).backward()
+        taken = install().hidden_bytes(lambda: scaler.unscale_(optimizer))
+        scaler.step(optimizer)
+    assert 2 * MIB <= taken <= 2 * MIB + MIB // 8

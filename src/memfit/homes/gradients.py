@@ -241,15 +241,16 @@ class GradientHomes:
         if bool(self.norm_of(slot).isfinite()):
             return True
         if slot.name not in self._held:
-            return bool(self.here.sum_of(slot).isfinite().all())
+            return bool(torch.linalg.vector_norm(self.here.sum_of(slot), math.inf).isfinite())
         self.wait()
         for first in range(0, slot.numel, PIECE_ELEMENTS):
             count = min(PIECE_ELEMENTS, slot.numel - first)
             piece = _begin_at_home(self.homes[block.index], slot, first, count, block.update_device)
             if piece.ready is not None:
                 piece.ready.wait()
-            if not bool(piece.values.isfinite().all()):
+            if not bool(torch.linalg.vector_norm(piece.values, math.inf).isfinite()):
                 return False
+            del piece  # freed before the next one is read
         return True
 
     def forget(self, slot: ParameterSlot) -> None:
