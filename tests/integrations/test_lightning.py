@@ -83,6 +83,12 @@ def loader(count: int, **options: Any) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=ROWS, **options)  # type: ignore[arg-type]
 
 
+def fp16(scale: float = 2.0**16) -> dict[str, Any]:
+    """The arguments of "16-mixed" on a processor, where Lightning takes "bf16-mixed" for the word itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-8)
+    return {"plugins": [L.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
 def train(
     directory: Path,
     *,
@@ -92,12 +98,13 @@ def train(
     steps: int = 6,
     plan: Plan = PLAN,
     limit: str | None = None,
+    emulate_device: bool = False,
     **given: Any,
 ) -> Any:
     if ours:
         from memfit.integrations.lightning import MemfitStrategy
 
-        given["strategy"] = MemfitStrategy(plan=plan, limit=limit)
+        given["strategy"] = MemfitStrategy(plan=plan, limit=limit, emulate_device=emulate_device)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} | given
     module = module_of() if module is None else module
     checkpoint = L.pytorch.callbacks.ModelCheckpoint(
@@ -119,6 +126,7 @@ def check_equal(ours: Any, theirs: Any) -> None:
     (module, trainer), (plain, plain_trainer) = ours, theirs
     assert module.seen == plain.seen
     assert trainer.global_step == plain_trainer.global_step
+    assert trainer.precision_plugin.state_dict() == plain_trainer.precision_plugin.state_dict()  # of a scaler
     assert float(trainer.callback_metrics["val_loss"]) == float(plain_trainer.callback_metrics["val_loss"])
     for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(found, expected), name
@@ -126,8 +134,11 @@ def check_equal(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"accumulate_grad_batches": 1, "gradient_clip_val": None}, {"accumulate_grad_batches": 4}, {"precision": "bf16-mixed"}],
-    ids=["two backwards, clipped", "one, not clipped", "four", "bf16-mixed"],
+    [
+        {}, {"accumulate_grad_batches": 1, "gradient_clip_val": None}, {"accumulate_grad_batches": 4}, {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+    ],
+    ids=["two backwards, clipped", "one, not clipped", "four", "bf16-mixed", "64-true"],
 )  # fmt: skip
 def test_a_trainer_is_bitwise_itself_with_every_hook_in_its_place(given: dict[str, Any], tmp_path: Path) -> None:
     theirs = train(tmp_path / "plain", ours=False, **given)
@@ -135,14 +146,31 @@ def test_a_trainer_is_bitwise_itself_with_every_hook_in_its_place(given: dict[st
     check_equal(train(tmp_path / "device", ours=True, plan=GRADIENTS_ON_DEVICE, **given), theirs)
 
 
-def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    train(tmp_path / "first", ours=False, steps=4)
-    train(tmp_path / "ours", ours=True, steps=4)
-    theirs = train(tmp_path / "then", ours=False, resume=tmp_path / "first" / "step=2.ckpt")
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**30], ids=["no step is skipped", "the first steps are skipped"])
+@pytest.mark.parametrize(
+    "given", [{}, {"accumulate_grad_batches": 1, "gradient_clip_val": None}], ids=["two backwards, clipped", "one, not clipped"]
+)  # fmt: skip
+def test_scaled_losses_are_bitwise_those_of_lightning(given: dict[str, Any], scale: float, tmp_path: Path) -> None:
+    theirs = train(tmp_path / "plain", ours=False, **fp16(scale), **given)
+    assert (theirs[1].precision_plugin.scaler.get_scale() < scale) is (scale > 2.0**16)
+    for plan in (PLAN, GRADIENTS_ON_DEVICE):
+        check_equal(train(tmp_path / "ours", ours=True, plan=plan, emulate_device=True, **fp16(scale), **given), theirs)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["fp32", "16-mixed"])
+def test_a_checkpoint_is_gone_on_from(tmp_path: Path, *, is_scaled: bool) -> None:
+    """Scaled: with a first step that was skipped before the checkpoint, whose scale is read."""
+
+    def given(scale: float = 1.0) -> dict[str, Any]:
+        return fp16(scale) if is_scaled else {}
+
+    train(tmp_path / "first", ours=False, steps=4, **given(2.0**30))
+    train(tmp_path / "ours", ours=True, steps=4, **given(2.0**30))
+    theirs = train(tmp_path / "then", ours=False, resume=tmp_path / "first" / "step=2.ckpt", **given())
     # Each goes on from the other's.
-    check_equal(train(tmp_path / "again", ours=True, resume=tmp_path / "ours" / "step=2.ckpt"), theirs)
-    check_equal(train(tmp_path / "other", ours=True, resume=tmp_path / "first" / "step=2.ckpt"), theirs)
-    check_equal(train(tmp_path / "back", ours=False, resume=tmp_path / "ours" / "step=2.ckpt"), theirs)
+    for name, ours, first in (("again", True, "ours"), ("other", True, "first"), ("back", False, "ours")):
+        resume = tmp_path / first / "step=2.ckpt"
+        check_equal(train(tmp_path / name, ours=ours, resume=resume, **given()), theirs)
     (tmp_path / "before.ckpt").mkdir()
     with pytest.raises(UsageError, match=r"is a directory.*memfit\.load"):
         train(tmp_path / "refused", ours=True, resume=tmp_path / "before.ckpt")
@@ -214,8 +242,12 @@ def test_averages_of_lightning_are_in_the_best_checkpoint(tmp_path: Path) -> Non
 MANUAL: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
 
 
-@pytest.mark.parametrize("plan", [PLAN, None], ids=["on disk", "offloaded"])
-def test_a_module_that_optimizes_manually_is_bitwise_itself(plan: Plan | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "scale"), [(PLAN, None), (None, None), (PLAN, 2.0**30)], ids=["on disk", "offloaded", "fp16"]
+)
+def test_a_module_that_optimizes_manually_is_bitwise_itself(
+    plan: Plan | None, scale: float | None, tmp_path: Path
+) -> None:
     """Two backwards and a clipped step, then a step of its own, in every `training_step`."""
 
     def manual() -> Any:
@@ -240,8 +272,9 @@ def test_a_module_that_optimizes_manually_is_bitwise_itself(plan: Plan | None, t
         return module
 
     offloaded = Plan(calls=(CallPlan(saved=Saved.OFFLOAD),) * 3, update=UpdateTime.AFTER_BACKWARD)
-    theirs = train(tmp_path / "plain", ours=False, module=manual(), steps=12, **MANUAL)
-    ours = train(tmp_path / "ours", ours=True, module=manual(), steps=12, plan=plan or offloaded, **MANUAL)
+    given = [MANUAL | (fp16(scale) if scale else {}) for _ in range(2)]
+    theirs = train(tmp_path / "plain", ours=False, module=manual(), steps=12, **given[0])
+    ours = train(tmp_path / "ours", ours=True, module=manual(), steps=12, plan=plan or offloaded, **given[1])
     check_equal(ours, theirs)
     assert len(theirs[0].seen) > 6
 
@@ -257,8 +290,12 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
         train(tmp_path, ours=True, module=module, **MANUAL)
     with pytest.raises(UsageError, match="without self.manual_backward"):
         train(tmp_path, ours=True, module=module_of(automatic=False), **MANUAL)
-    with pytest.raises(UnsupportedError, match='precision="16-true".*"bf16-mixed"'):
+    with pytest.raises(UnsupportedError, match=r"precision='16-true'.*'bf16-mixed', '16-mixed'"):
         train(tmp_path, ours=True, precision="16-true")
+    engine = L.pytorch.plugins.Precision()  # what Lightning makes of the word needs a library and a GPU
+    engine.precision = "transformer-engine"
+    with pytest.raises(UnsupportedError, match="precision='transformer-engine'"):
+        train(tmp_path, ours=True, plugins=[engine])
     with pytest.raises(AwayError, match="gradient_home='device'"):
         train(tmp_path, ours=True, gradient_clip_algorithm="value")
 

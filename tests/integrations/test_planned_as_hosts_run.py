@@ -93,10 +93,15 @@ def lightning_job(
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    strategy = MemfitStrategy(limit=limit or "8GiB", plan=plan)
+    is_scaled = precision == "16-mixed"
+    how: dict[str, Any] = {"precision": precision}
+    if is_scaled:  # for which Lightning takes "bf16-mixed" on a processor
+        plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+        how = {"plugins": [plugin]}
+    strategy = MemfitStrategy(limit=limit or "8GiB", plan=plan, emulate_device=is_scaled)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, precision=precision, strategy=strategy, accumulate_grad_batches=2 if automatic else 1,
+        enable_model_summary=False, strategy=strategy, accumulate_grad_batches=2 if automatic else 1, **how,
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(rows_of(lengths), batch_size=2))
     job = strategy.job
@@ -107,17 +112,32 @@ def lightning_job(
 
 
 @pytest.mark.parametrize("tokens", [8, 96], ids=["weights weigh", "activations weigh"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_lightning_in_each_precision_holds_what_was_predicted(precision: str, tokens: int) -> None:
     check(lightning_job(precision, [tokens] * 12))
 
 
-def test_a_manual_step_in_mixed_precision_holds_what_was_predicted() -> None:
-    check(lightning_job("bf16-mixed", [8] * 12, automatic=False))
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_manual_step_in_mixed_precision_holds_what_was_predicted(precision: str) -> None:
+    check(lightning_job(precision, [8] * 12, automatic=False))
 
 
-def test_lightning_predicts_a_longer_batch_anew_in_the_middle_of_a_window() -> None:
-    check(lightning_job("bf16-mixed", [16] * 6 + [256] * 2 + [16] * 8))
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_lightning_predicts_a_longer_batch_anew_in_the_middle_of_a_window(precision: str) -> None:
+    check(lightning_job(precision, [16] * 6 + [256] * 2 + [16] * 8))
+
+
+def test_the_smallest_limit_that_is_named_holds_for_scaled_losses() -> None:
+    lightning_job("32-true", [8])  # what the host and the libraries make once
+    with pytest.raises(memfit.DoesNotFitError) as refused:
+        lightning_job("16-mixed", [96] * 12, plan=None, limit="1MiB")
+    limit = refused.value.smallest_limit_bytes
+    assert limit is not None
+    del refused
+    gc.collect()
+    proof = lightning_job("16-mixed", [96] * 12, plan=None, limit=f"{limit}B")
+    assert proof.holds
+    check(proof, least=-0.25)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -141,19 +161,29 @@ def llama() -> Any:
     )  # fmt: skip
 
 
-def trainer_of(directory: Path, lengths: list[int], model: Any = None, **given: Any) -> MemfitTrainer:
+def trainer_of(
+    directory: Path, lengths: list[int], model: Any = None, *, is_scaled: bool = False, **given: Any
+) -> MemfitTrainer:
+    """Scaled: as Accelerate has fp16 on an accelerator; on a processor it passes the argument over."""
     arguments: Any = TrainingArguments(
         output_dir=str(directory), per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
-        disable_tqdm=True, train_sampling_strategy="sequential", **({"num_train_epochs": 1, "save_strategy": "no"} | given),
+        disable_tqdm=True, train_sampling_strategy="sequential", fp16=is_scaled,
+        **({"num_train_epochs": 1, "save_strategy": "no"} | given),
     )  # fmt: skip
     model = llama() if model is None else model
-    return MemfitTrainer(model, arguments, train_dataset=Rows(lengths), memfit={"plan": RESIDENT, "limit": "8GiB"})
+    options: dict[str, Any] = {"plan": RESIDENT, "limit": "8GiB", "emulate_device": is_scaled}
+    trainer = MemfitTrainer(model, arguments, train_dataset=Rows(lengths), memfit=options)
+    if is_scaled:
+        trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    return trainer
 
 
 @pytest.mark.parametrize("tokens", [8, 96], ids=["weights weigh", "activations weigh"])
-@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_trainer_in_each_precision_holds_what_was_predicted(is_bf16: bool, tokens: int, tmp_path: Path) -> None:
-    with trainer_of(tmp_path, [tokens] * 12, bf16=is_bf16) as trainer:
+@pytest.mark.parametrize("given", [{}, {"bf16": True}, {"is_scaled": True}], ids=["fp32", "bf16", "fp16"])
+def test_a_trainer_in_each_precision_holds_what_was_predicted(
+    given: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    with trainer_of(tmp_path, [tokens] * 12, **given) as trainer:
         trainer.train()
         assert trainer.job is not None
         check(trainer.job.proof())

@@ -33,6 +33,8 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
 from memfit.tensors.guard import is_away
 
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
+
 
 class _AtHome(SingleDeviceStrategy):
     """Serves a model that may rest at home where nothing trains: streams it."""
@@ -143,10 +145,8 @@ class MemfitStrategy(_AtHome):
                 f"MemfitStrategy serves one optimizer, and configure_optimizers gives {len(self.optimizers)}: write the loop yourself, with a job for each "
                 "network and its optimizer (docs/lines.md, several optimizers)"
             )
-        if module.trainer.precision.startswith("16"):
-            raise UnsupportedError(
-                f'precision="{module.trainer.precision}" is not served (fp16 gradients must be scaled, and may rest elsewhere): use "bf16-mixed"'
-            )
+        if module.trainer.precision not in _PRECISIONS:
+            raise UnsupportedError(f"precision={module.trainer.precision!r} is not served: use one of {_PRECISIONS}")
         options = dict(self._options)
         with generators_kept():
             sample = self._batch_of(module, sample_of(options.pop("sample"))) if "sample" in options else batch

@@ -75,7 +75,7 @@ class MemfitMixin(CollectedWindows):
                 f"memfit={{{refused[0]!r}: ...}}: the trainer decides that by arguments of its own (max_grad_norm, output_dir, resume_from_checkpoint); leave it out"
             )
         super().__init__(*args, **kwargs)
-        _refuse(self)
+        _refuse(self, is_collected=self._memfit_collects)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Moves nothing where weights have no values yet: `memfit.fit` gives them."""
@@ -285,13 +285,13 @@ class MemfitTrainer(MemfitMixin, Trainer):
     """
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse(trainer: Any, *, is_collected: bool) -> None:
     """Refuses arguments of the trainer that do not go with a memory limit.
 
     Raises:
         UnsupportedError: says which, and what to do instead.
     """
-    args = trainer.args
+    args, scaler = trainer.args, trainer.accelerator.scaler
     reasons = {
         "several devices (n_gpu, world_size)": (
             args.n_gpu > 1 or args.world_size > 1,
@@ -301,7 +301,7 @@ def _refuse(trainer: Any) -> None:
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
             "both move weights, as memfit does: leave the argument out",
         ),
-        "fp16=True": (args.fp16, "its GradScaler reads gradients that may rest elsewhere: use bf16=True"),
+        "fp16=True": (is_collected and scaler, "losses are scaled in its loop: leave memfit={'mode': 'collected'} out"),
         "torch_compile=True": (args.torch_compile, "it compiles the whole model: leave it out"),
         "auto_find_batch_size=True": (
             args.auto_find_batch_size,
