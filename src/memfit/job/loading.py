@@ -147,13 +147,6 @@ def _match_weights(files: Sequence[TensorFile], model: nn.Module, source: Path) 
     return list(matched.values())
 
 
-def _compare(what: str, entry: TensorEntry, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if entry.shape != shape or entry.dtype != dtype:
-        raise UsageError(
-            f"{what} was saved with shape {list(entry.shape)} and {entry.dtype}; here it has shape {list(shape)} and {dtype}: build the model as it was"
-        )
-
-
 def _copy(weights: Sequence[Matched]) -> None:
     for found in weights:
         found.fill()
@@ -188,7 +181,7 @@ def _match_optimizer(
     for name, entries in states.items():
         if name not in driver.names:
             raise UsageError(
-                f"{source} holds a state of {name!r:.200}, which this optimizer does not update; build it as it was"
+                f"{source} holds a state of {name!r:.200}, which its own groups do not have: its files are of several saves; take all of one"
             )
         layout = driver.state_layout(name)
         planned = {t.key: t for t in layout}
@@ -197,7 +190,10 @@ def _match_optimizer(
         check_whole_state("load", name, layout, {**numbers, **shapes})
         for key, entry in entries.items():
             expected = planned[key].dtype or entry.dtype
-            _compare(f"the state {key!r} of {name!r}", entry, expected, planned[key].shape)
+            if entry.dtype != expected:
+                raise UsageError(
+                    f"the state {key!r} of {name!r} was saved as {entry.dtype}; this optimizer keeps it as {expected}: use the optimizer as it was"
+                )
     return states
 
 
