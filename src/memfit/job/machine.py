@@ -447,17 +447,16 @@ def device_of(model: torch.nn.Module) -> torch.device:
         UsageError: there are several, or no parameters, or they are on meta.
     """
     found = {p.device for p in model.parameters()}
-    if len(found) != 1:
-        raise UsageError(
-            f"the model must lie on one device, not on {sorted(map(str, found)) or 'none (it has no parameters)'}: move it with model.to(...)"
-        )
-    device = found.pop()
-    if device.type == "meta":
+    if any(device.type == "meta" for device in found):
         raise UsageError(
             "the model is on the device meta: its weights have no values and none to come. Build it with memfit.empty(lambda: Model(...)), which takes no memory "
             "either, or on the CPU"
         )
-    return device
+    if len(found) != 1:
+        raise UsageError(
+            f"the model must have parameters on one device, not on {sorted(map(str, found)) or 'none'}: move it with model.to(...), or give a model that has some"
+        )
+    return found.pop()
 
 
 def library_bytes_to_come(libraries: Iterable[str]) -> int:
