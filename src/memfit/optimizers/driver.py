@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import UsageError
 from memfit.optimizers import structure_checks as structure
 from memfit.optimizers.detect import detect
 from memfit.optimizers.elsewhere import HostUpdates
@@ -267,9 +267,8 @@ class OptimizerDriver(StandingSteps):
             them once, with the last.
 
         Raises:
-            UsageError: twice in a step, pieces out of order or not aligned, or
-                scalars that changed between pieces.
-            UnsupportedError: the optimizer needs all parameters at once, or a sparse gradient.
+            UsageError: twice in a step, pieces out of order or not aligned, or scalars that changed
+                between pieces.
         """
         with self._lock:
             part = self._opened(name, weight_piece, gradient_piece, state_piece, first=first, last=last)
@@ -304,11 +303,7 @@ class OptimizerDriver(StandingSteps):
         assert self._shadow is not None, "a piece is updated inside of a step"
         if entry.name in self._done:
             raise UsageError(f"{entry.name!r} was already updated in this step.")
-        if verdict.kind is UpdateKind.JOINT:
-            raise UnsupportedError(
-                f"{entry.name!r} cannot be updated alone: {verdict.reason}. Its optimizer must see all weights, "
-                "gradients and states at once: replace it."
-            )
+        assert verdict.kind is not UpdateKind.JOINT, f"{entry.name!r} cannot be updated alone: {verdict.reason}"
         if first == (entry.name in self._open):
             told = "a second first piece" if first else "a piece before the first one"
             raise UsageError(f"update of {entry.name!r}: {told} in one step.")

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,  # pyright: ignore[reportPrivateUsage]
 )
 
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import UnsupportedError
 from memfit.tensors.guard import as_present
 
 State = dict[str, Any]
@@ -249,12 +249,9 @@ def _proxy(part: Part) -> torch.nn.Parameter:
     """A leaf over the lent weight, with its gradient and with what the user hung on the live
     parameter.
     """
-    if part.gradient.dtype != part.weight.dtype or part.gradient.shape != part.weight.shape:
-        raise UsageError(
-            f"The gradient of {part.name!r} is {tuple(part.gradient.shape)} {part.gradient.dtype}, its weight "
-            f"{tuple(part.weight.shape)} {part.weight.dtype}: an optimizer needs both alike. Convert the gradient to "
-            "the weight's dtype first."
-        )
+    assert part.gradient.dtype == part.weight.dtype and part.gradient.shape == part.weight.shape, (
+        f"the gradient of {part.name!r} is like its weight"
+    )
     proxy = part.leaf
     if proxy is None:
         proxy = torch.nn.Parameter(part.weight.detach(), requires_grad=True)
