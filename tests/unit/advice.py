@@ -63,8 +63,8 @@ class Scene:
         self._stack.callback(lambda: job.close(restore=False, commit=False))
         return job
 
-    def refused(self, act: Callable[[], object]) -> None:
-        with pytest.raises(memfit.MemfitError) as found:
+    def refused(self, act: Callable[[], object], kind: type[Exception] = memfit.MemfitError) -> None:
+        with pytest.raises(kind) as found:
             act()
         self.words = str(found.value)
 

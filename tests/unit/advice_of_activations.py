@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,9 @@ def with_layer(s: Scene, act: Callable[[Tensor, Tensor], object]) -> None:
     s.optimizer = torch.optim.AdamW(s.model.parameters(), lr=1e-2)
 
 
-def steps(s: Scene, first: CallPlan, second: CallPlan, function: Any = loss) -> list[Tensor]:
+def steps(s: Scene, first: CallPlan, second: CallPlan, function: Any = loss, **wishes: Any) -> list[Tensor]:
     """Weights after a step under a plan."""
-    with s.fit(function, plan=Plan(calls=(first, second))) as job:
+    with s.fit(function, plan=Plan(calls=(first, second)), **wishes) as job:
         job.step(BATCH)
     return [p.detach().clone() for p in s.model.parameters()]
 
@@ -126,3 +127,218 @@ def a_call_with_a_backward_inside_is_kept(s: Scene) -> None:
     loss(s.model, BATCH).backward()
     s.optimizer.step()
     assert same(ours, [*s.model.parameters()])
+
+
+class Told(nn.Module):
+    """A block whose forward is a function of its layer and its arguments; it counts its own runs behind planning."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.told, self.notes = nn.Linear(8, 8), forward, torch.zeros(8)
+
+    def forward(self, *given: Any) -> Tensor:
+        return self.told(self, *given)
+
+
+class Around(nn.Module):
+    """A model of a layer and a block, which it calls by a function."""
+
+    def __init__(self, block: Callable[..., Tensor], calls: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.block, self.calls = nn.Linear(8, 8), Told(block), calls
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.calls(self.block, self.first(batch))
+
+
+class Turns:
+    """Numbers the runs of a block behind planning: a second run meets another number."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> int:
+        self.number += not memfit.is_tracing()
+        return max(self.number, 1)
+
+
+def passes_on(block: nn.Module, hidden: Tensor) -> Tensor:
+    return block(hidden)
+
+
+def follow_policies(
+    s: Scene,
+    make: Callable[[], tuple[Callable[..., Tensor], Callable[[nn.Module, Tensor], Tensor]]],
+    refused: CallPlan = RECOMPUTE,
+    *,
+    others: tuple[CallPlan, ...] = (KEEP, OFFLOAD),
+    kind: type[Exception] = memfit.MemfitError,
+) -> None:
+    """Meets a refusal under one policy of the block's call, and trains as plain PyTorch under the others."""
+
+    def begin() -> None:
+        s.begin(lambda: Around(*make()))
+
+    begin()
+    s.refused(lambda: steps(s, KEEP, refused, blocks=["first", "block"]), kind)
+    for policy in others:
+        begin()
+        steps(s, KEEP, policy, blocks=["first", "block"])
+        s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
+@follows("activations/attributes.py", "reads a tensor that it keeps on itself")
+def a_call_that_changes_its_own_tensor_is_kept_or_offloaded(s: Scene) -> None:
+    def noting(block: Any, hidden: Tensor) -> Tensor:
+        if not memfit.is_tracing():
+            block.notes.add_(1)
+        return block.inner(hidden) * block.notes.clone()
+
+    follow_policies(s, lambda: (noting, passes_on))
+
+
+@follows("activations/call_arguments.py", "was changed in place after the call began")
+def a_call_whose_argument_changes_is_kept_or_offloaded(s: Scene) -> None:
+    def shifted(block: Any, hidden: Tensor) -> Tensor:
+        return (hidden + block.inner.weight.sum()).tanh()
+
+    def changes(block: nn.Module, hidden: Tensor) -> Tensor:
+        result = block(hidden)
+        return result + hidden.mul_(2)
+
+    follow_policies(s, lambda: (shifted, changes))
+
+
+@follows("activations/call_arguments.py", "shares its memory with another argument")
+def a_call_of_two_views_is_kept_or_offloaded(s: Scene) -> None:
+    def changes(block: Any, one: Tensor, other: Tensor) -> Tensor:
+        one.add_(1)
+        return block.inner(one.clone()) + other
+
+    def views(block: nn.Module, hidden: Tensor) -> Tensor:
+        copied = hidden * 1
+        return block(copied, copied.view(-1).view(4, 8))
+
+    follow_policies(s, lambda: (changes, views))
+
+
+class Box:
+    def __init__(self, *content: Tensor) -> None:
+        self.content = content
+
+
+@follows("activations/call_arguments.py", "which it did not read at first")
+def a_call_that_reads_now_and_then_is_kept_or_offloaded(s: Scene) -> None:
+    def make() -> Any:
+        turns = Turns()
+
+        def reads(block: Any, box: Box) -> Tensor:
+            result = block.inner(box.content[0])
+            return (result if turns.next() % 2 else result + box.content[1]).tanh()
+
+        return reads, lambda block, hidden: block(Box(hidden, hidden.detach().tanh()))
+
+    follow_policies(s, make)
+
+
+@follows("activations/recompute.py", "does not do the same when it is recomputed")
+def a_call_that_counts_is_kept_or_offloaded(s: Scene) -> None:
+    def make() -> Any:
+        turns = Turns()
+        return lambda block, hidden: (block.inner(hidden) * turns.next()).tanh(), passes_on
+
+    follow_policies(s, make)
+
+
+@follows("activations/select.py", "runs other operations when it is recomputed")
+def a_call_of_other_products_is_kept_or_offloaded(s: Scene) -> None:
+    def make() -> Any:
+        turns = Turns()
+
+        def products(block: Any, hidden: Tensor) -> Tensor:
+            if turns.next() % 2 == 0:
+                hidden.detach().mm(block.inner.weight.detach())
+            return block.inner(hidden).tanh()
+
+        return products, passes_on
+
+    follow_policies(s, make, SELECT)
+
+
+@follows("activations/recompute.py", "was compiled anew by torch.compile")
+def a_call_that_is_compiled_again_is_kept_or_offloaded(s: Scene) -> None:
+    def make() -> Any:
+        compiled = torch.compile(lambda inner, hidden: inner(hidden).tanh(), backend="eager")
+
+        def resets(block: nn.Module, hidden: Tensor) -> Tensor:
+            result = block(hidden)
+            torch._dynamo.reset()  # as where its guards fail
+            return result
+
+        return lambda block, hidden: compiled(block.inner, hidden), resets
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # by torch's compiler itself
+        follow_policies(s, make)
+
+
+@follows("activations/saved_tensors.py", "has been modified by an inplace operation")
+def a_copy_that_is_changed(s: Scene) -> None:
+    def grows(block: Any, hidden: Tensor) -> Tensor:
+        return block.inner(hidden).exp()
+
+    def spoiled(policy: CallPlan) -> None:
+        s.begin(lambda: Around(grows, lambda block, hidden: block(hidden).mul_(2)))
+        s.refused(lambda: steps(s, KEEP, policy, blocks=["first", "block"]), RuntimeError)
+
+    spoiled(KEEP)  # by plain PyTorch
+    spoiled(OFFLOAD)
+    s.begin(lambda: Around(grows, lambda block, hidden: block(hidden).clone().mul_(2)))
+    steps(s, KEEP, OFFLOAD, blocks=["first", "block"])
+    s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
+@follows("activations/writes.py", "Where plain PyTorch goes on with the changed values")
+def a_copy_or_a_kept_call_of_changed_values(s: Scene) -> None:
+    def grows(block: Any, hidden: Tensor) -> Tensor:
+        return block.inner(hidden).exp()
+
+    def changes(block: nn.Module, hidden: Tensor) -> Tensor:
+        result = block(hidden)
+        result.data.mul_(2)
+        return result
+
+    def copies(block: nn.Module, hidden: Tensor) -> Tensor:
+        result = block(hidden).clone()
+        result.data.mul_(2)
+        return result
+
+    follow_policies(s, lambda: (grows, changes), others=(KEEP,), kind=RuntimeError)
+    s.begin(lambda: Around(grows, copies))
+    steps(s, KEEP, RECOMPUTE, blocks=["first", "block"])
+    s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
+@follows("activations/handles.py", "Under a memory plan a graph is walked once")
+def a_graph_that_is_walked_twice_is_kept(s: Scene) -> None:
+    inside = list[Tensor]()
+
+    def remembers(block: Any, hidden: Tensor) -> Tensor:
+        result = block.inner(hidden).tanh()
+        if not memfit.is_tracing():
+            inside.append(result)
+        return result.exp()
+
+    def twice(policy: CallPlan) -> Tensor:
+        inside.clear()
+        s.begin(lambda: Around(remembers, passes_on))
+        job = s.fit(lines=True, plan=Plan(calls=(KEEP, policy)), blocks=["first", "block"])
+        with job.lines():
+            for _ in range(2):
+                loss(s.model, BATCH).backward(retain_graph=True)
+                s.optimizer.step()
+                s.optimizer.zero_grad()
+            return torch.autograd.grad(inside[0].sum(), s.model.block.inner.bias)[0]
+
+    s.refused(lambda: twice(RECOMPUTE))
+    assert twice(KEEP).isfinite().all()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 import memfit
 from memfit.core.plan import Plan
@@ -200,3 +203,163 @@ def counts_of_a_mean_or_a_declared_change(s: Scene) -> None:
     with s.fit(spread, plan=TWO, allow={"nonadditive-loss"}) as job:
         job.step(BATCH)
     s.trains_as(lambda model: [(spread(model, half) / 2).backward() for half in BATCH.split(2)])
+
+
+def of_text(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, batch["text"])
+
+
+def cut_refused(s: Scene, function: Any, sample: Any) -> None:
+    """Meets the refusal of a plan with two microbatches; without a plan such a batch is trained whole."""
+    s.begin()
+    s.refused(lambda: s.fit(function, sample, plan=TWO))
+
+
+def cuts(s: Scene, function: Any, sample: Any, **wishes: Any) -> None:
+    s.begin()
+    assert s.fit(function, sample, plan=TWO, **wishes).step(sample).is_finite
+
+
+class Carrier:
+    """Holds a tensor where nothing looks."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
+
+
+@dataclass
+class Record:
+    text: Tensor
+
+
+def of_record(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, batch.text)
+
+
+@follows("batches/batch.py", "which holds data that cannot be cut into rows")
+def a_dict_a_dataclass_or_a_tensor_of_an_array(s: Scene) -> None:
+    cut_refused(s, of_record, Carrier(BATCH))
+    cuts(s, of_record, Record(BATCH))
+    cuts(s, of_text, {"text": BATCH})
+    cuts(s, loss, torch.from_numpy(BATCH.numpy()))
+
+
+@follows("batches/batch.py", "so it has no rows to count or slice")
+def a_dict_with_rows(s: Scene) -> None:
+    cut_refused(s, lambda model, batch: model(batch["text"].expand(4, 8)).mean(), {"text": torch.tensor(1.0)})
+    cuts(s, of_text, {"text": BATCH})
+
+
+class ReadOnly(Mapping[str, Tensor]):
+    def __init__(self, text: Tensor, *, source: str) -> None:
+        self.text, self.source = text, source
+
+    def __getitem__(self, key: str) -> Tensor:
+        return {"text": self.text}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("text",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@follows("batches/batch.py", "that cannot be rebuilt from a dict")
+def a_dict_of_a_mapping(s: Scene) -> None:
+    batch = ReadOnly(BATCH, source="a file")
+    cut_refused(s, of_text, batch)
+    cuts(s, of_text, dict(batch))
+
+
+@follows("batches/batch.py", "is a nested or sparse tensor")
+def a_padded_tensor(s: Scene) -> None:
+    texts = [BATCH[:3], BATCH[:2]]
+    nested = torch.nested.nested_tensor(texts, layout=torch.jagged)
+    cut_refused(s, lambda model, batch: loss(model, batch.values()), nested)
+    cuts(s, loss, pad_sequence(texts, batch_first=True))
+
+
+class Reader(nn.Module):
+    """Reads texts of several lengths, which come padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.RNN(8, 8, batch_first=True)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.reader(pack_padded_sequence(*batch, batch_first=True))[0].data
+
+
+@follows("batches/batch.py", "is a PackedSequence")
+def a_batch_that_is_packed_inside_the_model(s: Scene) -> None:
+    texts = (torch.randn(4, 3, 8), torch.tensor([3, 3, 2, 1]))
+    packed = pack_padded_sequence(*texts, batch_first=True)
+    s.begin(Reader)
+    cut_refused(s, lambda model, batch: model.reader(batch)[0].data.square().mean(), packed)
+    cuts(s, loss, texts, weight=lambda part: int(part[1].sum()))
+
+
+@follows("batches/batch.py", "the batch is empty")
+def batches_with_rows(s: Scene) -> None:
+    job = s.fit()
+    s.refused(lambda: job.step(BATCH[:0]))
+    for batch in (BATCH[:0], BATCH):
+        if len(batch):
+            job.step(batch)
+    job.close()
+    s.trains_as(plain)
+
+
+@follows("profiling/trace.py", "What counts rows in the batch was not found")
+def a_stack_a_way_to_cut_or_a_whole_batch(s: Scene) -> None:
+    cut_refused(s, of_columns, COLUMNS)
+    cuts(s, of_columns, COLUMNS, split=cut_columns, weight=lambda part: part.shape[1])
+    s.begin()
+    with s.fit(of_columns, COLUMNS, plan=Plan(microbatches=1)) as job:
+        job.step(COLUMNS)
+    s.trains_as(lambda model: of_columns(model, COLUMNS).backward())
+    cuts(s, loss, torch.stack([*BATCH]))
+
+
+class Levels(nn.Module):
+    """Passes its layer once for each level of a batch of shape (levels, rows, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.stack([self.layer(level) for level in batch])
+
+
+@follows("profiling/assemble.py", "a part of the batch is not computed by the calls")
+def levels_that_are_cut_by_rows_or_not(s: Scene) -> None:
+    levels = torch.stack([BATCH, BATCH + 1, BATCH + 2])
+    s.begin(Levels)
+    s.refused(lambda: memfit.profile(s.model, s.optimizer, loss, levels, microbatches=(1, 3)))
+    cuts(
+        s,
+        loss,
+        levels,
+        split=lambda batch, count: [*batch.tensor_split(min(count, batch.shape[1]), 1)],
+        weight=lambda part: part.shape[1],
+    )
+    s.begin()
+    with s.fit(sample=levels, plan=Plan(microbatches=1)) as job:
+        job.step(levels)
+    s.trains_as(lambda model: loss(model, levels).backward())
+
+
+def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return (model(batch[0]).square() * batch[1]).sum(), batch[1].sum()
+
+
+@follows("engine/seeding.py", "there is no mean. Skip a batch without targets")
+def batches_with_targets(s: Scene) -> None:
+    targets, none = (BATCH, torch.ones(4, 8)), (BATCH, torch.zeros(4, 8))
+    job = s.fit(counted, targets)
+    s.refused(lambda: job.step(none))
+    for batch in (none, targets):
+        if batch[1].any():
+            assert job.step(batch).is_finite
+    assert job.steps == 1

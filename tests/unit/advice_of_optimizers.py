@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memfit
 from unit.advice import BATCH, Scene, follows, loss
@@ -276,4 +277,37 @@ def the_optimizer_inside_and_its_wrapper_in_lines(s: Scene) -> None:
     wrapper.inner = s.optimizer
     with s.fit(lines=True) as job:
         two_lines(s, job, wrapper.step)
+    s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
+@follows("optimizers/step_hooks.py", "it would run torch's global optimizer hooks once a piece")
+def hooks_of_the_optimizer_or_none(s: Scene) -> None:
+    class Halved(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(0.5)
+            return super().step(closure)
+
+    s.optimizer = Halved(s.model.parameters(), lr=0.1)
+    hook = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        s.refused(lambda: s.fit().step(BATCH))
+    finally:
+        hook.remove()
+    trains(s, lambda p: Halved(p, lr=0.1))
+    s.begin()
+    s.optimizer, ran = Halved(s.model.parameters(), lr=0.1), list[int]()
+    s.optimizer.register_step_pre_hook(lambda *_: ran.append(1))
+    s.fit().step(BATCH)
+    assert ran == [1]
+
+
+@follows("optimizers/validation.py", "It would be updated twice a step; remove one of the two")
+def a_parameter_of_one_group(s: Scene) -> None:
+    groups = s.optimizer.param_groups
+    groups.append({**groups[0], "params": [next(s.model.parameters())]})
+    s.refused(s.fit)
+    groups.pop()
+    s.fit().step(BATCH)
     s.trains_as(lambda model: loss(model, BATCH).backward())

@@ -265,6 +265,50 @@ def steps_without_lines_on_ranks(s: Scene) -> None:
     s.words = refused_on_two_ranks()[3]
 
 
+@follows("api/fit.py", "start as many by torchrun, and initialize torch.distributed before fit")
+def as_many_ranks_as_the_plan_is_for(s: Scene) -> None:
+    s.refused(lambda: s.fit(plan=Plan(ranks=2)))
+    assert refused_on_two_ranks()  # trained with this plan
+
+
+class Noted(nn.Module):
+    """A layer beside a buffer."""
+
+    def __init__(self, name: str, values: Tensor, *, is_saved: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer(name, values, persistent=is_saved)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layer(batch)
+
+
+def saves(s: Scene, name: str, values: Tensor, *, is_saved: bool = True) -> None:
+    s.begin(lambda: Noted(name, values, is_saved=is_saved))
+    with s.fit() as job:
+        job.save(s.directory / f"save {is_saved} {values.dtype}")
+
+
+@follows("tensors/container.py", "which safetensors cannot hold: convert it, or register it")
+def a_buffer_of_another_dtype_or_that_is_not_saved(s: Scene) -> None:
+    values = torch.zeros(2, dtype=torch.complex128)
+    s.refused(lambda: saves(s, "values", values))
+    saves(s, "values", values, is_saved=False)
+    saves(s, "values", values.to(torch.complex64))
+
+
+@follows("tensors/container.py", "or a word of the format: rename it")
+def a_buffer_of_another_name(s: Scene) -> None:
+    s.refused(lambda: saves(s, "__metadata__", torch.zeros(2)))
+    saves(s, "metadata", torch.zeros(2))
+
+
+@follows("tensors/container.py", "the name of a tensor is no text")
+def a_buffer_whose_name_is_text(s: Scene) -> None:
+    s.refused(lambda: saves(s, "\ud800", torch.zeros(2)))
+    saves(s, "values", torch.zeros(2))
+
+
 @follows("api/deciding.py", "the plan keeps frozen weights in")
 def frozen_weights_in_few_bits_without_a_store(s: Scene) -> None:
     def begin() -> Plan:

@@ -39,8 +39,7 @@ def refuse_again(place: str) -> UnsupportedError:
     """The error for a backward that comes after the call's backward was declared over."""
     return UnsupportedError(
         f"{place}: backward asks again for a tensor whose memory was given up when the call's backward was over. "
-        "Under a memory plan the graph can be walked once: retain_graph=True and a second backward need saved='keep' "
-        "for this call."
+        "Under a memory plan a graph is walked once; plan saved='keep' for this call, for retain_graph=True and a second backward."
     )
 
 

@@ -99,7 +99,7 @@ def raise_changed(shape: tuple[int, ...], dtype: torch.dtype, version: int, now:
     """Raises what autograd would raise for a saved tensor that was changed in place."""
     raise RuntimeError(
         f"a tensor saved for backward in {place} has been modified by an inplace operation: {dtype} {list(shape)} is "
-        f"at version {now}, expected version {version}. Change a copy (tensor.clone()), or plan saved='keep' for this call, as plain PyTorch keeps it; "
+        f"at version {now}, expected version {version}. Change a copy (tensor.clone()), as for plain PyTorch, which refuses it too; "
         "torch.autograd.set_detect_anomaly(True) finds the operation."
     )
 

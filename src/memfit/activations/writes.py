@@ -145,8 +145,8 @@ class Watched:
         """
         if self.has_changed:
             raise RuntimeError(
-                f"a tensor saved for backward in {place} has been modified by an inplace operation, perhaps through a view with a version counter of its "
-                "own (.data, unsafe_chunk), where plain PyTorch goes on with the changed values: clone it before it is changed, or plan saved='keep' for this call"
+                f"a tensor saved for backward in {place} has been modified by an inplace operation: change a copy (tensor.clone()). Where plain PyTorch goes on "
+                "with the changed values (.data, unsafe_chunk: views with a version counter of their own), plan saved='keep' for this call"
             )
 
 
