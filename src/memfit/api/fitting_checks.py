@@ -48,7 +48,8 @@ def with_check(planned: Planned, sample: Any, found: Profile) -> Planned:
 def _check_bytes(setup: Setup, sample: Any, plan: Plan, found: Profile) -> tuple[int, int]:
     """Returns how many rows the check runs, and its predicted peak of tensors."""
     rows = min(checked_rows(setup.problem.cut), found.batch_rows)
-    if max(found.traces) < rows:
+    # Real steps stop where there is no room for more rows: their bytes grow in proportion.
+    if max(found.traces) < rows and found.source == "fake":
         found = setup.problem.profile_for(replace(plan, microbatches=found.batch_rows // rows), sample)
     return rows, bytes_of_check(plan, found, rows, device=setup.device)
 

@@ -227,18 +227,20 @@ def bytes_of_check(
 
     Args:
         plan: with more than one microbatch.
-        profile: with a trace of that many rows or more; the smallest such is taken.
+        profile: with a trace of that many rows or more, the smallest of which is taken; of fewer
+            where real steps had no room for so many: then bytes grow in proportion.
         rows: that are checked.
         staging_bytes: as in `scheduling.lower`.
         device: likewise.
         known: facts that were found for other checks of the profile, and are added to.
     """
-    needed = min(rows, profile.batch_rows)
+    checked = min(rows, profile.batch_rows)
+    needed = min(checked, max(profile.traces))
     sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
     count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
     schedule = build_forward(plan, profile, 1)
     step = lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes, device=device, known=known)
-    return peaks(step)[Tier.DEVICE]
+    return peaks(step)[Tier.DEVICE] * -(-checked // needed)
 
 
 def price_all(question: PlanQuestion) -> list[PricedCandidate]:
@@ -255,7 +257,10 @@ def price_all(question: PlanQuestion) -> list[PricedCandidate]:
                 whole = replace(candidate, plan=replace(candidate.plan, **question.decided))
                 priced.append(price(len(priced), whole, question))
     if not priced:
-        raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
+        raise UsageError(
+            f"the {profile.batch_rows} rows of the batch are not to be cut into the {sorted(profile.traces)} rows that were traced, for more "
+            "of which there was no room: raise the limit, give fewer rows, or read no numbers where memfit.is_tracing() says so"
+        )
     return priced
 
 
