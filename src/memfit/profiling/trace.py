@@ -121,7 +121,7 @@ def profile_step(
         UncuttableError: the loss does not run on a part of the batch.
         UnsupportedError: the program needs data that a fake trace does not have, or does not repeat
             itself.
-        AwayError: a real trace was asked for while weights are away.
+        AwayError: only a real trace would do, and weights are away.
     """
     whole = batch_rows(batch) if whole_rows is None else whole_rows
     parts = _first_rows(batch, whole, rows) if parts is None else parts
@@ -209,16 +209,13 @@ def _trace_sizes(
         if len(sizes) > 1:
             _check_parts(setting, sizes, reason)
         if trace == "fake":
-            raise UnsupportedError(
-                f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
-                "(trace='real', or the default)"
-            ) from error
+            raise UnsupportedError(f"the step cannot be traced without data: {reason}") from error
         if (name := weight_without_bytes(setting)) is not None:
             raise AwayError(
                 f"the step cannot be traced without data: {reason}. It cannot run on data "
                 f"either: {name!r} has no bytes (it is away, or the model was built empty). See that the batch has the "
-                "shapes and dtypes that the loss takes; read no numbers where memfit.is_tracing() says so; or give "
-                "the model its weights (with job.weights(): ...)"
+                "shapes and dtypes that the loss takes; read no numbers where memfit.is_tracing() says so; or fit a "
+                "model that has its values, with a batch that reads them as the sample"
             ) from error
     try:
         if sizes[0] == setting.rows:
@@ -471,7 +468,7 @@ def _check_known_parameters(setting: TraceSetting) -> None:
     for name, parameter in setting.model.named_parameters():
         if id(parameter) not in known:
             raise UsageError(
-                f"parameter {name!r} is not in the block map: call find_blocks(model) after the model's last change"
+                f"the parameter {name!r} is new in the model, and was not planned for: close the job and fit again"
             )
 
 

@@ -85,6 +85,9 @@ def run_traced(
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
     with ExitStack() as stack:
+        # Last: torch's queue holds what a failed backward had ready, and with it the step's tensors,
+        # until another backward runs.
+        stack.callback(lambda: torch.ones((), requires_grad=True).backward())
         stack.enter_context(trial())
         has_drawn = stack.enter_context(untouched_generators())
         stack.enter_context(untouched_caches(setting.model))
@@ -101,7 +104,14 @@ def run_traced(
 
         def keep(tensor: torch.Tensor) -> torch.Tensor | None:
             recorder.note_saved(tensor)
-            return None if not is_whole else recorder.log.saved_apart(tensor, setting.known) if is_fake else tensor
+            if not is_whole:
+                return None
+            if is_fake:
+                return recorder.log.saved_apart(tensor, setting.known)
+            # Without its graph: a node that saves its own output would hold itself for good where
+            # the step fails before its backward.
+            with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+                return tensor.detach()
 
         def unpack(saved: torch.Tensor | None) -> torch.Tensor:
             if saved is None or not recorder.log.is_backward:
@@ -167,7 +177,7 @@ def _place_stand_ins(
         )
         batch = map_tensors(part, lambda t: with_value(setting.known.like(t, device), t))
     else:
-        _check_present(setting)
+        assert weight_without_bytes(setting) is None
         made = stack.enter_context(
             stand_ins(setting.model, lambda p: alias(p, setting.compute), lambda b: b.detach().clone())
         )
@@ -190,14 +200,6 @@ def _check_loss(value: Any) -> None:
             "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached? "
             "Unfreeze one (requires_grad_()), or return the loss as it was computed"
         )
-
-
-def _check_present(setting: TraceSetting) -> None:
-    if (name := weight_without_bytes(setting)) is not None:
-        raise AwayError(
-            f"{name!r} has no bytes (it is away, or the model was built empty), so that the loss cannot run on real "
-            "tensors: bring the weights (with job.weights(): ...), or keep them on the device"
-        ) from None
 
 
 def weight_without_bytes(setting: TraceSetting) -> str | None:
