@@ -79,7 +79,6 @@ def test_what_fails_on_all_ranks_alike_leaves_their_job(ranks: Ranks, tmp_path: 
         ("visible", 2, "weight 'last.weight': checksum"),
         ("uneven", 2, "first.weight (8, 8)"),
         ("groups", 3, "a process group of ranks [0, 1] in the model"),
-        ("alone", 2, "UnsupportedError: the model holds a process group of ranks [0, 1]"),
         ("dtensor", 2, "UnsupportedError: '0.weight' is a DTensor"),
     ],
 )

@@ -21,7 +21,7 @@ from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.hardware import DATA_AXIS, Hardware
 from memfit.core.plan import Plan
 from memfit.distributed.agreement import agree, optional_texts
-from memfit.distributed.model_parallel import WHOLE, groups_of, refuse_parts
+from memfit.distributed.model_parallel import WHOLE, groups_of
 from memfit.distributed.probe_network import probe_network
 from memfit.distributed.rank_group import RankGroup, is_initialized, open_group
 from memfit.job.setup import Setup
@@ -47,11 +47,9 @@ def fitting_ranks(
 
     Raises:
         UsageError: the ranks' models or optimizers differ, or they call different things.
-        UnsupportedError: the model is a part of one, and this process would train it alone.
         PeerError: another rank failed.
     """
     if not is_initialized() or torch.distributed.get_world_size() == 1:
-        refuse_parts(model)
         yield None
         return
     ranks = open_group()

@@ -1,8 +1,8 @@
 """Models that are parts of one model over several processes.
 
-In: a model. Out: the process groups that it holds, or a refusal. Until there are meshes, ranks
-train data parallel: each has the whole model. With a part, a rank would take the norm of its own
-gradients for that of all, and weights that all ranks have would drift apart.
+In: a model. Out: the process groups that it holds, with which ranks refuse it. Until there are
+meshes, ranks train data parallel: each has the whole model. With a part, a rank would take the norm
+of its own gradients for that of all, and weights that all ranks have would drift apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.core.errors import UnsupportedError
 from memfit.distributed.rank_group import is_initialized
 
 WHOLE = (
@@ -28,19 +27,6 @@ WHOLE = (
 _MOST_OBJECTS = 1 << 18
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial, types.MethodType, types.CellType)
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType, type(None))
-
-
-def refuse_parts(model: nn.Module) -> None:
-    """Refuses a model that communicates with other processes, where this one trains alone.
-
-    Raises:
-        UnsupportedError: it holds a process group of several ranks.
-    """
-    for ranks in groups_of(model):
-        raise UnsupportedError(
-            f"the model holds a process group of ranks {ranks}, and this process would train it alone, with a gradient "
-            f"norm of its own. {WHOLE}"
-        )
 
 
 def groups_of(model: nn.Module) -> list[list[int]]:
