@@ -6,6 +6,7 @@ import errno
 import inspect
 import os
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from memfit.core.errors import AwayError, StoreError, UnsupportedError, UsageErr
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from unit import advice_of_hosts  # registers its cases
+from unit.advice import CASES, Scene
 
 L: Any = pytest.importorskip("lightning", reason="memfit[lightning] is not installed: make test-hosts installs it")
 
@@ -387,3 +390,19 @@ def validated(trainer: Any, module: Any, checkpoint: Path | None) -> Any:
     method = trainer.validate
     reading = {"weights_only": False} if checkpoint and "weights_only" in inspect.signature(method).parameters else {}
     return method(module, loader(8), ckpt_path=checkpoint, verbose=False, **reading)
+
+
+HERE = [key for key in CASES if key[0] == "integrations/lightning.py"]
+
+
+@pytest.mark.parametrize("key", HERE, ids=lambda key: CASES[key].__name__)
+def test_the_cure_that_a_refusal_names_works(key: tuple[str, str], tmp_path: Path) -> None:
+    """The cases of `unit/test_advice.py` that are skipped where Lightning is not installed."""
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        CASES[key](scene)
+    assert key[1] in scene.words
+
+
+def test_all_cures_of_this_host_are_followed() -> None:
+    assert advice_of_hosts.lightning() and len(HERE) == 5

@@ -30,7 +30,20 @@ from memfit.core.saved_policies import Saved
 from unit.advice import BATCH, CASES, ON_DISK, Scene, follows, loss
 
 SOURCE = Path(memfit.__file__).parent
-ROOMS = ["engine", "activations", "homes", "tensors", "job", "profiling", "optimizers", "api", "batches", "huggingface"]
+ROOMS = [
+    "engine",
+    "activations",
+    "homes",
+    "tensors",
+    "job",
+    "profiling",
+    "optimizers",
+    "api",
+    "batches",
+    "huggingface",
+    "integrations",
+    "distributed",
+]
 ERRORS = [
     "UsageError",
     "UnsupportedError",
@@ -41,6 +54,8 @@ ERRORS = [
     "TornStepError",
     "AstrayError",
     "UncuttableError",
+    "DisagreementError",
+    "PeerError",
     "RuntimeError",
 ]
 CURE = re.compile(

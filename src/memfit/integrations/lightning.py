@@ -281,7 +281,8 @@ class MemfitStrategy(_AtHome):
         path = Path(checkpoint_path)
         if path.is_dir():
             raise UsageError(
-                f"the checkpoint {path} is a directory, as memfit wrote them before: memfit.load(directory, module) reads its weights; fit without ckpt_path then"
+                f"the checkpoint {path} is a directory, as memfit wrote them before: memfit.api.load(directory, module) reads its weights; fit without "
+                "ckpt_path then"
             )
         if not path.is_file():
             # Lightning 2.5 has one argument.
