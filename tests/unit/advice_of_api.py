@@ -66,12 +66,13 @@ def rows(count: int) -> Tensor:
 
 
 def largest(s: Scene, sizes: Any = rows, **asked: Any) -> int:
-    asked = {"start": 2, "at_most": 2, "limit": "8GiB", **asked}
+    asked = {"start": 2, "at_most": 2, "limit": "8GiB", "hardware": "laptop-cpu", **asked}
     return find_largest(s.model, s.optimizer, loss, sizes, **asked).size
 
 
 def smallest(s: Scene, **asked: Any) -> int | None:
-    return find_smallest_limit(s.model, s.optimizer, loss, BATCH, step_seconds=60.0, **asked).budget.limit_bytes
+    asked = {"step_seconds": 60.0, "hardware": "laptop-cpu", **asked}
+    return find_smallest_limit(s.model, s.optimizer, loss, BATCH, **asked).budget.limit_bytes
 
 
 @follows("api/extremes.py", "give integers, a start of at least 1")
@@ -97,7 +98,7 @@ def a_function_that_makes_batches(s: Scene) -> None:
         lambda model, batch: loss(model, batch[0]),
         lambda count: (rows(count), torch.ones(3)),
     )
-    assert find_largest(*asked, start=2, at_most=2, limit="8GiB").size == 2
+    assert find_largest(*asked, start=2, at_most=2, limit="8GiB", hardware="laptop-cpu").size == 2
 
 
 @follows("api/extremes.py", "give the seconds that a step may take")
@@ -114,8 +115,9 @@ def sizes_of_plans_that_are_chosen(s: Scene) -> None:
 
 @follows("api/extremes.py", "without a limit every size fits")
 def a_limit_or_seconds_or_both(s: Scene) -> None:
-    s.refused(lambda: largest(s, limit=None))
-    assert largest(s, limit=None, step_seconds=60.0) == 2
+    here: dict[str, Any] = {"limit": None, "hardware": None}  # a described machine has an end
+    s.refused(lambda: largest(s, **here))
+    assert largest(s, **here, step_seconds=60.0) == 2
     assert largest(s, limit="8GiB", step_seconds=60.0) == 2
 
 
@@ -136,7 +138,9 @@ def a_small_model_of_its_own(s: Scene) -> None:
 @follows("api/advise.py", "is chosen for job.step: leave it out with lines=True")
 def advice_for_lines_without_a_technique(s: Scene) -> None:
     def asked(**wishes: Any) -> int:
-        return advise(s.model, s.optimizer, loss, BATCH, limit="8GiB", lines=True, **wishes).predicted_peak_bytes
+        return advise(
+            s.model, s.optimizer, loss, BATCH, limit="8GiB", hardware="laptop-cpu", lines=True, **wishes
+        ).predicted_peak_bytes
 
     s.refused(lambda: asked(plan="checkpoint-every-block"))
     assert asked() > 0

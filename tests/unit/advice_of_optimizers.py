@@ -311,3 +311,29 @@ def a_parameter_of_one_group(s: Scene) -> None:
     groups.pop()
     s.fit().step(BATCH)
     s.trains_as(lambda model: loss(model, BATCH).backward())
+
+
+class WithLoss(nn.Module):
+    """A model, and a loss that has parameters of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, nn.Linear(8, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.loss(self.model(batch))
+
+
+@follows("optimizers/validation.py", "Make the optimizer last. A loss with parameters of its own goes into one module")
+def an_optimizer_of_the_model_as_it_is_and_of_its_loss(s: Scene) -> None:
+    s.model[0] = nn.Linear(8, 8)  # behind the optimizer
+    s.refused(s.fit)
+    s.optimizer = AdamW(s.model.parameters())
+    s.fit().step(BATCH)
+    s.begin()
+    measure = nn.Linear(8, 1)
+    s.optimizer = AdamW([*s.model.parameters(), *measure.parameters()])
+    s.refused(lambda: s.fit(lambda model, batch: measure(model(batch)).square().mean()))
+    s.begin(lambda: WithLoss(nn.Linear(8, 8)))
+    s.fit().step(BATCH)
+    s.trains_as(lambda model: loss(model, BATCH).backward())

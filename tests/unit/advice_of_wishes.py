@@ -18,7 +18,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 import memfit
-from memfit.core.plan import BlockPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from unit.advice import BATCH, Scene, follows, loss
 
@@ -213,7 +214,7 @@ def trained(s: Scene, **wishes: Any) -> None:
 
 
 def follow_on_ranks(s: Scene, words: list[str]) -> None:
-    """Follows, on a rank, all refusals of ranks: three fits trained of what they name."""
+    """Follows, on a rank, all refusals of ranks: two fits trained of what they name."""
     wishes: list[dict[str, Any]] = [
         {"plan": "checkpoint-every-block"},
         {"sample": Parts([BATCH])},
@@ -223,7 +224,6 @@ def follow_on_ranks(s: Scene, words: list[str]) -> None:
     for wish in wishes:
         s.refused(lambda wish=wish: s.fit(**wish))
         words.append(s.words)
-    trained(s)
     trained(s, plan=Plan(ranks=2))
     trained(s, split=lambda batch, count: [*batch.tensor_split(min(count, len(batch)))])
 
@@ -343,3 +343,30 @@ def a_store_of_more_disk_or_of_states_in_few_bits(s: Scene) -> None:
     few = Plan(state_format="int8")  # type: ignore[arg-type]
     job = s.fit(plan=few, allow={"int8-state"}, store=s.directory / "few", disk_limit=claimed - 1)
     assert job.step(BATCH).is_finite
+
+
+class Bulky(nn.Module):
+    """Makes, behind planning, 8 MiB for each row, twice, of which autograd saves the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        copies = 1 if memfit.is_tracing() else 1 << 18
+        return (batch.repeat(copies, 1, 1) * self.scale).mean(0)
+
+
+@follows("job/steps.py", "Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute")
+def a_step_of_less_or_of_a_larger_limit(s: Scene) -> None:
+    def step(limit: str = "144MiB", batch: Tensor = BATCH, plan: Plan | None = None) -> bool:
+        s.begin(lambda: nn.Sequential(Bulky(), Bulky()))
+        with s.fit(limit=limit, plan=plan, emulate_device=True) as job:
+            return job.step(batch).is_finite
+
+    s.refused(step)
+    again = CallPlan(saved=Saved.RECOMPUTE)
+    assert step(batch=BATCH[:1])
+    assert step(limit="192MiB")
+    assert step(plan=Plan(microbatches=4))
+    assert step(plan=Plan(calls=(again, again)))

@@ -59,7 +59,7 @@ ERRORS = [
     "RuntimeError",
 ]
 CURE = re.compile(
-    r"(?:^|[.:;,(] ?|\bor |\band |\bto )(?:use|call|try|give|run|return|leave|make|write|plan|change|close|hold|note|train|fit|load|save|build|name|set|put|take|"
+    r"(?:^|[.:;,(?] ?|\bor |\band |\bto )(?:use|call|try|give|run|return|leave|make|write|plan|change|close|hold|note|train|fit|load|save|build|name|set|put|take|"
     r"cut|pass|raise|move|keep|say|repeat|clone|clip|let|begin|go|remove|replace|convert|skip|pad|rename|start|initialize)\b",
     re.IGNORECASE,
 )
@@ -78,11 +78,16 @@ def texts(node: ast.AST, constants: dict[str, str]) -> str:
 
 
 def constants_of(tree: ast.Module) -> dict[str, str]:
-    return {
-        node.targets[0].id: texts(node.value, {})
+    """Texts of a module's constants, and of what its functions return."""
+    found = {
+        node.name: "".join(texts(one, {}) for one in ast.walk(node) if isinstance(one, ast.Return))
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        if isinstance(node, ast.FunctionDef)
     }
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = texts(node.value, {})
+    return found
 
 
 def named_constants(tree: ast.Module, trees: dict[str, ast.Module]) -> dict[str, str]:
@@ -92,7 +97,6 @@ def named_constants(tree: ast.Module, trees: dict[str, ast.Module]) -> dict[str,
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module in trees
         for alias in node.names
-        if alias.name.isupper()
     }
     return {**imported, **constants_of(tree)}
 
