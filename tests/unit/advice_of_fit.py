@@ -134,11 +134,11 @@ def frozen_weights_in_few_bits_that_are_allowed(s: Scene) -> None:
 @follows("job/limit_checks.py", "a number counts bytes. Write it with its unit")
 def a_limit_with_its_unit(s: Scene) -> None:
     s.refused(lambda: s.fit(limit=8))
-    steps(s.fit(limit="8GiB"))
+    steps(s.fit(limit="4GiB"))
 
 
 @follows("job/limit_checks.py", "nobody could be held to it. Give less, or None for no limit")
 def a_limit_that_the_machine_has(s: Scene) -> None:
     s.refused(lambda: s.fit(limit="800TiB"))
-    for limit in ("8GiB", None):
+    for limit in ("4GiB", None):
         steps(s.fit(limit=limit))

@@ -101,7 +101,9 @@ def a_job_goes_on_under_a_smaller_limit(s: Scene) -> None:
         assert job.steps == 1
         job.step(BATCH_OF_4)
     wide(s)
-    with on_device(s, 64 * MIB, plan=Plan(), store=s.directory / "run", on_breach="replan") as job:
+    with on_device(
+        s, 64 * MIB, plan=Plan(), store=s.directory / "run", on_breach="replan", hardware="laptop-cpu"
+    ) as job:
         job.step(BATCH_OF_4)
         job.set_limit(live_bytes() + 4 * MIB)
         with REPLANNED():
@@ -122,7 +124,7 @@ def a_limit_above_what_other_threads_hold(s: Scene) -> None:
         # A thread of the program's takes 5 GiB after `fit` has looked.
         machine.setattr(hard_limit, "outside_bytes", lambda *_: 5 << 30)
         s.refused(lambda: s.fit(limit="4GiB"))
-        s.fit(limit="8GiB").close()
+        s.fit(limit="6GiB").close()
     s.fit(limit="4GiB").step(BATCH)
 
 
@@ -148,7 +150,7 @@ def a_step_beside_what_else_the_program_keeps(s: Scene) -> None:
     job.close()
     fit(plan=Plan()).step(BATCH_OF_4)
     kept.clear()
-    with fit(store=s.directory / "run", on_breach="replan") as job:
+    with fit(store=s.directory / "run", on_breach="replan", hardware="laptop-cpu") as job:
         kept = beside()
         with REPLANNED():
             job.step(BATCH_OF_4)
@@ -249,9 +251,9 @@ def a_cache_that_fits_beside_weights(s: Scene) -> None:
             return session.cache_limit_bytes
 
     taken = run(limit="4GiB")
-    s.refused(lambda: run(limit="4GiB", cache_limit="8GiB"))
+    s.refused(lambda: run(limit="4GiB", cache_limit="4GiB"))
     assert run(limit="4GiB", cache_limit=taken) == taken
-    run(limit="10GiB", cache_limit="8GiB")
+    run(limit="6GiB", cache_limit="4GiB")
 
 
 @follows("job/saving.py", "Free what else the process holds, or raise the limit")
@@ -262,7 +264,7 @@ def a_save_with_room(s: Scene) -> None:
         job.step(BATCH_OF_4)
         kept = list[Tensor]()
         with pytest.raises(torch.OutOfMemoryError):
-            kept.extend(torch.ones(MIB // 4) for _ in range(1000))
+            kept.extend(torch.ones(MIB // 4) for _ in range(4000))
         kept.pop()
         s.refused(lambda: job.save(s.directory / "saved"))
         kept.clear()
