@@ -85,8 +85,8 @@ def run_traced(
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
     with ExitStack() as stack:
-        # Last: torch's queue holds what a failed backward had ready, and with it the step's tensors,
-        # until another backward runs.
+        # Last: torch's queue holds what a failed backward had ready, and with it the step's
+        # tensors, until another backward runs.
         stack.callback(lambda: torch.ones((), requires_grad=True).backward())
         stack.enter_context(trial())
         has_drawn = stack.enter_context(untouched_generators())
