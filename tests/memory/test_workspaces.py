@@ -6,10 +6,13 @@ at its own size, with the model's numbers.
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,34 @@ for count in range(2, 300):
     rows[:count] @ weight.t()
 print(procfs.read_status().anonymous_bytes - before)
 """
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_drawn_products_in_half_precision_take_no_more_than_was_foretold(threads: int) -> None:
+    """Sizes on both sides of the blocks in which operands are reordered, by each thread for itself."""
+    allocator, before, drawn = install(), torch.get_num_threads(), random.Random(threads)
+    sizes = [1, 3, 8, 31, 33, 48, 62, 64, 65, 100, 128, 192, 300, 500, 512, 1024, 2048]
+    shapes = [(1, 32, 8192, 8), (1, 192, 500, 64), (1, 250, 2048, 1024), (8, 250, 500, 32)]
+    shapes += [(drawn.choice([1, 1, 3, 8]), *(drawn.choice(sizes) for _ in range(3))) for _ in range(12)]
+    low: list[str] = []
+    torch.set_num_threads(threads)
+    try:
+        for batch, rows, depth, columns in shapes:
+            for dtype, is_turned in itertools.product([torch.bfloat16, torch.float16], [False, True]):
+                left = (
+                    torch.ones(batch, depth, rows, dtype=dtype).mT
+                    if is_turned
+                    else torch.ones(batch, rows, depth, dtype=dtype)
+                )
+                right = torch.ones(batch, depth, columns, dtype=dtype)
+                out = torch.bmm(left, right)
+                foretold = Workspaces(allocator.hidden_bytes).bytes_of(aten.bmm.default, (left, right), {}, out)
+                taken = allocator.hidden_bytes(partial(torch.bmm, left, right))
+                if taken > foretold + (16 << 10):
+                    low.append(f"{dtype} {(batch, rows, depth, columns)}: {taken} bytes taken, {foretold} foretold")
+    finally:
+        torch.set_num_threads(before)
+    assert low == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ channels to 16 and by the scratch of half-precision products:
 | convolution, channels last          | a reordered weight (forward), two (backward)                                   |
 | flash attention forward, backward   | tiles of scores for each thread; the gradient in the output's layout           |
 | in bf16 where the processor has AMX | keys and values in the layout of its tiles as well (forward)                   |
-| products in bf16, fp16              | reordered operands, at most 3 MiB; more by processor, `tensors.product_scratch`|
+| products in bf16, fp16              | reordered operands of each thread, by processor, see `tensors.product_scratch` |
 | indexing by a mask                  | the positions: 8 bytes for each dimension of the mask and each hit             |
 | LSTM layer forward, backward        | reordered weights and the gates of all steps                                   |
 | inverse, solve                      | a copy of the matrix                                                           |
@@ -243,14 +243,8 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
         return 0 if all(is_dense_matrix(operand) for operand in operands[-2:]) else None
     # The last two are the factors (addmm has its summand first).
     left, right = operands[-2:]
-    return product_scratch_bytes(
-        left.shape[-2],
-        left.shape[-1],
-        right.shape[-1],
-        operand_bytes=left.nbytes + right.nbytes,
-        dtype=out.dtype,
-        is_transposed=left.stride(-1) != 1,
-    )
+    rows, depth, columns = *left.shape[-2:], right.shape[-1]
+    return product_scratch_bytes(rows, depth, columns, dtype=out.dtype, is_transposed=left.stride(-1) != 1)
 
 
 def is_dense_matrix(matrix: torch.Tensor) -> bool:
