@@ -274,6 +274,11 @@ def test_a_module_that_optimizes_manually_is_bitwise_itself(
         module.training_step = training_step
         return module
 
+    plugin = fp16()["plugins"][0]
+    if scale and plugin.autocast_context_manager()._cache_enabled:
+        pytest.skip(
+            "Lightning 2.5.0: a second forward in one step computes with casts of weights from before the update"
+        )
     offloaded = Plan(calls=(CallPlan(saved=Saved.OFFLOAD),) * 3, update=UpdateTime.AFTER_BACKWARD)
     given = [MANUAL | (fp16(scale) if scale else {}) for _ in range(2)]
     theirs = train(tmp_path / "plain", ours=False, module=manual(), steps=12, **given[0])
