@@ -2,13 +2,13 @@
 
 In: sizes of a product. Out: bytes alive for a moment above operands and result, an upper bound.
 
-Measured on torch 2.13 under the allocator's counters, 1 to 16 threads, 3,400 products and batches of
-products of 1 to 8,192 rows, columns and places, with and without AMX: each thread takes reordered
-operands, padded to 64 places, of up to 320 rows at once. In bf16 they took up to 1.5 MiB a thread;
-in fp16, which only AMX-FP16 multiplies as it is, operands are widened, also of up to 320 columns at
-once, and took up to 2.2 MiB. With AMX, where more than some 1,500 numbers are added up for an
-element, there are sums in fp32 besides, of all its rows and at most 768 columns at a time, unless
-the first factor lies column by column.
+Measured on torch 2.13 under the allocator's counters, 1 to 16 threads, 3,400 products and batches
+of products of 1 to 8,192 rows, columns and places, with and without AMX: each thread takes
+reordered operands, padded to 64 places, of up to 320 rows at once. In bf16 they took up to 1.5 MiB
+a thread; in fp16, which only AMX-FP16 multiplies as it is, operands are widened, also of up to 320
+columns at once, and took up to 2.2 MiB. With AMX, where more than some 1,500 numbers are added up
+for an element, there are sums in fp32 besides, of all its rows and at most 768 columns at a time,
+unless the first factor lies column by column.
 
 Where oneDNN has no products in a dtype (bf16 without AVX-512, fp16 on most processors) torch
 computes them itself: column by column times row by row, as gradients of weights are, into a copy of
