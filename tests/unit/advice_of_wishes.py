@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import warnings
@@ -361,12 +362,13 @@ class Bulky(nn.Module):
 def a_step_of_less_or_of_a_larger_limit(s: Scene) -> None:
     def step(limit: str = "144MiB", batch: Tensor = BATCH, plan: Plan | None = None) -> bool:
         s.begin(lambda: nn.Sequential(Bulky(), Bulky()))
+        gc.collect()  # the refused step, whose error held its tensors
         with s.fit(limit=limit, plan=plan, emulate_device=True) as job:
             return job.step(batch).is_finite
 
     s.refused(step)
     again = CallPlan(saved=Saved.RECOMPUTE)
     assert step(batch=BATCH[:1])
-    assert step(limit="192MiB")
+    assert step(limit="256MiB")
     assert step(plan=Plan(microbatches=4))
     assert step(plan=Plan(calls=(again, again)))
