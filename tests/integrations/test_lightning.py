@@ -175,7 +175,7 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path, *, is_scaled: bool) -> Non
         resume = tmp_path / first / "step=2.ckpt"
         check_equal(train(tmp_path / name, ours=ours, resume=resume, **given()), theirs)
     (tmp_path / "before.ckpt").mkdir()
-    with pytest.raises(UsageError, match=r"is a directory.*memfit\.load"):
+    with pytest.raises(UsageError, match=r"is a directory.*memfit\.api\.load"):
         train(tmp_path / "refused", ours=True, resume=tmp_path / "before.ckpt")
 
 
