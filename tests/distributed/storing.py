@@ -73,6 +73,13 @@ def go_on(
     return done, differing(model, optimizer, [*before[:done], *[size] * (until - done)])
 
 
+def left_before_a_step(rank: int, size: int, directory: str, stage: int, tier: str) -> None:
+    """Begins a run and leaves it, in memory that held other numbers on each rank before."""
+    junk = [torch.full((1 << power,), rank + 1.0) for power in range(4, 22) for _ in range(8)]
+    del junk
+    begin(rank, size, directory, stage, tier)[2].close(restore=False)
+
+
 def killed_in_a_commit(rank: int, size: int, directory: str, instant: str, stage: int, tier: str) -> str:
     """Kills rank 1 at an instant of the commit of its second step; returns what the others raise.
 

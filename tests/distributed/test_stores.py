@@ -120,3 +120,10 @@ def test_a_run_of_ranks_is_refused_by_a_process_alone_and_the_other_way_round(ra
     assert ranks.run(1, GO_ON, str(tmp_path / "alone"), 1, 0, "device", []) == [(0, [])]
     with pytest.raises(RankFailedError, match="is one of a single process"):
         ranks.run(2, GO_ON, str(tmp_path / "alone"), 1, 3, "device", [1])
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_run_that_ended_before_its_first_step_goes_on(ranks: Ranks, tmp_path: Path, tier: str) -> None:
+    """Its states have no values: what their memory held before differs from rank to rank."""
+    ranks.run(2, "distributed.storing:left_before_a_step", str(tmp_path / "run"), 0, tier)
+    assert ranks.run(2, GO_ON, str(tmp_path / "run"), 2, 0, tier, []) == [(0, [])] * 2

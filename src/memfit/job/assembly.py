@@ -33,7 +33,7 @@ from memfit.engine.sites import Site
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
 from memfit.homes.pinned_ring import PinnedRing
-from memfit.homes.regions import updated_regions
+from memfit.homes.regions import state_region, updated_regions
 from memfit.homes.staged_blocks import StagedBlock, is_whole
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
@@ -124,8 +124,6 @@ class Assembly(Contents):
                 agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names), advice=WHOLE)
         else:
             resumed.restore_homes(setup.sources.forget)
-            if setup.ranks is not None:
-                agree(setup.ranks, "memfit.fit with these weights", digest="\n".join(self._whole_sums()))
         callbacks = OwnerCallbacks(
             gather_state=self.gather_state, scatter_state=self.scatter_state, zero_grad=self._zero_grad
         )
@@ -145,6 +143,8 @@ class Assembly(Contents):
             self.house.place_states()
         if resumed is not None:
             resumed.restore_settings()
+            if setup.ranks is not None:
+                agree(setup.ranks, "memfit.fit with these weights", digest="\n".join(self._whole_sums()))
         self.house.first_commit()
 
     def _stage(self, block: BlockWeights, nbytes: int) -> StagedBlock | None:
@@ -161,8 +161,12 @@ class Assembly(Contents):
         return StagedBlock(block, machine.host_ledger)
 
     def _whole_sums(self) -> Iterator[str]:
-        """Yields a checksum of each tensor of the run that every rank has whole at home."""
+        """Yields a checksum of each tensor of the run that every rank has whole at home.
+
+        States of a parameter that was never updated are left out: nobody has given them values.
+        """
         assert self.setup.run is not None, "weights and states of a run are at home"
+        begun = {name for states in self.states.values() for name in states.numbers}
         for block in self.blocks:
             plan = self.plan.block(block.name)
             shares = (plan.weights_over, plan.states_over, plan.states_over)
@@ -170,6 +174,8 @@ class Assembly(Contents):
                 if share is Share.WHOLE and name in self.house.placed:
                     home = self.house.placed[name][1].own
                     for place in self.setup.run.regions[name].tensors:
+                        if name == state_region(block.name) and place.name.rpartition(".")[0] not in begun:
+                            continue
                         yield f"{name} {place.name!r} of the run: checksum {checksum_at_home(home, place.offset, place.nbytes):08x}"
 
     def _rests_on_device(self, block: BlockWeights) -> bool:
