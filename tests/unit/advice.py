@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from distributed.processes import Ranks
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 
@@ -79,3 +80,15 @@ class Scene:
         self.optimizer.step()
         for one, other in zip(mine, self.model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=atol)
+
+
+def on_two_ranks(function: str, *args: Any) -> list[Any]:
+    """Calls a function of a module, as "module:name", on two ranks; returns what it gave on each.
+
+    The ranks are processes of their own: a fork of one in which threads run may hang.
+    """
+    ranks = Ranks()
+    try:
+        return ranks.run(2, function, *args)
+    finally:
+        ranks.close()

@@ -1,4 +1,4 @@
-"""Cures of the refusals of `integrations`, and of a job that other ranks ended: arguments and checkpoints of transformers' `Trainer` and of Lightning's."""
+"""Cures of the refusals of `integrations`: arguments and checkpoints of transformers' `Trainer` and of Lightning's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from integrations import test_transformers as hf
 from memfit.api import load
 from memfit.integrations.transformers import MemfitTrainer
 from unit.advice import BATCH, Scene, follows, loss, three_layers
-from unit.advice_of_jobs import on_ranks
 
 PLAN = hf.homes(hf.LAYERS)
 
@@ -104,33 +103,6 @@ def a_callback_or_collected_windows(s: Scene) -> None:
     hf.check_equal(trainer(s, "lines", callbacks=[Looks()]), trainer(s, "plain", Trainer))
     ours = trainer(s, "collected", build=hf.undropped, mode="collected", plan=None)
     hf.check_equal(ours, trainer(s, "undropped", Trainer, build=hf.undropped))
-
-
-# --- ranks ---------------------------------------------------------------------------------------
-
-
-@follows("job/job_facts.py", "what other ranks held of it cannot be reached. Close it, and fit again")
-def a_job_of_ranks_that_is_made_again(s: Scene) -> None:
-    def act(rank: int) -> str:
-        fails = [rank == 1]
-
-        def failing(model: nn.Module, batch: Tensor) -> Tensor:
-            if fails[0] and not memfit.is_tracing():
-                raise KeyError("of one rank")
-            return loss(model, batch)
-
-        job = s.fit(failing)
-        with pytest.raises((KeyError, memfit.PeerError)):
-            job.step(BATCH)
-        s.refused(lambda: job.step(BATCH))
-        job.close()
-        fails[0] = False
-        s.begin()
-        with s.fit(failing) as again:
-            assert again.step(BATCH).is_finite
-        return s.words
-
-    s.words = min(on_ranks(s, act))
 
 
 # --- Lightning, where it is installed ------------------------------------------------------------

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
 from typer.testing import CliRunner
 
@@ -24,7 +21,7 @@ from memfit.core.machines import read_hardware
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 from memfit.job.compiled_blocks import check_compiler
-from unit.advice import BATCH, ON_DISK, Scene, follows, loss
+from unit.advice import BATCH, ON_DISK, Scene, follows, loss, on_two_ranks
 
 TWO = Plan(microbatches=2)
 
@@ -244,34 +241,9 @@ def a_device_that_triton_is_installed_for(s: Scene) -> None:
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def on_ranks(s: Scene, act: Callable[[int], str]) -> list[str]:
-    """Runs a function on two ranks, in forked children; returns what it gave on each."""
-    children, file = list[int](), s.directory / f"ranks-{len([*s.directory.iterdir()])}"
-    for rank in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, where threads run
-            children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                torch.set_num_threads(1)
-                store = FileStore(str(file), 2)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-                told = act(rank)
-                (s.directory / f"rank-{rank}").write_text(told)
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-            except BaseException as error:  # noqa: BLE001, the parent tells
-                (s.directory / f"rank-{rank}").write_text(f"{type(error).__name__}: {error}")
-            finally:
-                os._exit(0)
-    for child in children:
-        os.waitpid(child, 0)
-    return [(s.directory / f"rank-{rank}").read_text() for rank in range(2)]
-
-
-@follows("job/ending.py", "on several ranks, close the job and use the model, which is whole again")
-def a_model_of_ranks_is_used_after_its_job(s: Scene) -> None:
-    def act(rank: int) -> str:
+def use_a_model_after_its_job(rank: int, _: int, directory: str) -> str:
+    with ExitStack() as stack:
+        s = Scene(Path(directory), stack)
         job = s.fit()
         job.step(BATCH)
         s.refused(lambda: job.inference().__enter__())
@@ -282,7 +254,36 @@ def a_model_of_ranks_is_used_after_its_job(s: Scene) -> None:
         torch.save(s.optimizer.state_dict(), s.directory / f"optimizer-{rank}.pt")
         return s.words
 
-    s.words = min(on_ranks(s, act))
+
+@follows("job/ending.py", "on several ranks, close the job and use the model, which is whole again")
+def a_model_of_ranks_is_used_after_its_job(s: Scene) -> None:
+    s.words = min(on_two_ranks(f"{__name__}:use_a_model_after_its_job", str(s.directory)))
+
+
+def fit_again_after_an_error(rank: int, _: int, directory: str) -> str:
+    with ExitStack() as stack:
+        s, fails = Scene(Path(directory), stack), [rank == 1]
+
+        def failing(model: nn.Module, batch: Tensor) -> Tensor:
+            if fails[0] and not memfit.is_tracing():
+                raise KeyError("of one rank")
+            return loss(model, batch)
+
+        job = s.fit(failing)
+        with pytest.raises((KeyError, memfit.PeerError)):
+            job.step(BATCH)
+        s.refused(lambda: job.step(BATCH))
+        job.close()
+        fails[0] = False
+        s.begin()
+        with s.fit(failing) as again:
+            assert again.step(BATCH).is_finite
+        return s.words
+
+
+@follows("job/job_facts.py", "what other ranks held of it cannot be reached. Close it, and fit again")
+def a_job_of_ranks_that_is_made_again(s: Scene) -> None:
+    s.words = min(on_two_ranks(f"{__name__}:fit_again_after_an_error", str(s.directory)))
 
 
 def trains(batches: Any) -> Callable[[], tuple[nn.Module, torch.optim.Optimizer, Any, Any]]:
@@ -302,22 +303,22 @@ one_row, two_rows = trains(BATCH[:1]), trains(BATCH[:2])
 numbers = trains({"rows": tuple(BATCH[0].tolist())})
 
 
-def trained(s: Scene, *functions: str) -> list[str]:
-    """Trains by the command line on two ranks, one function after another; returns what rank 0 says of each."""
+def train_by_command(_: int, __: int, functions: list[str]) -> list[str]:
+    """Trains by the command line, one function after another; returns the exit code and output of each."""
+    told = list[str]()
+    for function in functions:
+        done = CliRunner().invoke(app, ["train", f"{__name__}:{function}", "--steps", "1", "--limit", "4GiB"])
+        told.append(f"{done.exit_code} {' '.join(done.output.split())}")
+    return told
 
-    def act(_: int) -> str:
-        told = list[str]()
-        for function in functions:
-            found = CliRunner().invoke(app, ["train", f"{__name__}:{function}", "--steps", "1", "--limit", "4GiB"])
-            told.append(f"{found.exit_code} {' '.join(found.output.split())}")
-        return "\n".join(told)
 
-    return on_ranks(s, act)[0].splitlines()
+def trained(*functions: str) -> list[str]:
+    return on_two_ranks(f"{__name__}:train_by_command", [*functions])[0]
 
 
 @follows("job/rank_training.py", "ranks: make it larger")
 def a_batch_with_a_row_for_each_rank(s: Scene) -> None:
-    s.words, done = trained(s, "one_row", "two_rows")
+    s.words, done = trained("one_row", "two_rows")
     assert done.startswith("0 ")
 
 
@@ -326,5 +327,5 @@ def a_batch_with_a_row_for_each_rank(s: Scene) -> None:
     "it cannot be told what counts the rows of this one: give tensors whose dimension 0 they are",
 )
 def tensors_of_rows_for_ranks(s: Scene) -> None:
-    s.words, done = trained(s, "numbers", "two_rows")
+    s.words, done = trained("numbers", "two_rows")
     assert done.startswith("0 ")

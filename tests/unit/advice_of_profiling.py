@@ -304,9 +304,9 @@ def rows_that_fit_the_limit(s: Scene) -> None:
         assert job.step(sample).is_finite
         job.close()
 
-    s.refused(lambda: fitted(reading, "12MiB"))
-    fitted(guarded, "12MiB")
-    fitted(reading, "12MiB", batch[:, : 1 << 13])
+    s.refused(lambda: fitted(reading, "13MiB"))
+    fitted(guarded, "13MiB")
+    fitted(reading, "13MiB", batch[:, : 1 << 13])
     fitted(reading, "20MiB")  # with room for a real step of one row
     # What joins the rows of a batch is not cut.
     with pytest.raises(memfit.UsageError, match="are not to be cut into the"):

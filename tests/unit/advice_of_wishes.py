@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import warnings
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -15,14 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from unit.advice import BATCH, Scene, follows, loss
+from unit.advice import BATCH, Scene, follows, loss, on_two_ranks
 
 Parts = memfit.Parts
 
@@ -214,41 +210,29 @@ def trained(s: Scene, **wishes: Any) -> None:
         assert job.step(BATCH).is_finite
 
 
-def follow_on_ranks(s: Scene, words: list[str]) -> None:
-    """Follows, on a rank, all refusals of ranks: two fits trained of what they name."""
+def follow_on_ranks(rank: int, size: int, directory: str) -> list[str]:
+    """Follows, on a rank, all refusals of ranks: two fits trained of what they name; returns their words."""
     wishes: list[dict[str, Any]] = [
         {"plan": "checkpoint-every-block"},
         {"sample": Parts([BATCH])},
-        {"plan": Plan(ranks=3)},
+        {"plan": Plan(ranks=size + 1)},
         {"lines": True},
     ]
-    for wish in wishes:
-        s.refused(lambda wish=wish: s.fit(**wish))
-        words.append(s.words)
-    trained(s, plan=Plan(ranks=2))
-    trained(s, split=lambda batch, count: [*batch.tensor_split(min(count, len(batch)))])
+    words = list[str]()
+    with ExitStack() as stack:
+        s = Scene(Path(directory) / str(rank), stack)
+        for wish in wishes:
+            s.refused(lambda wish=wish: s.fit(**wish))
+            words.append(s.words)
+        trained(s, plan=Plan(ranks=size))
+        trained(s, split=lambda batch, count: [*batch.tensor_split(min(count, len(batch)))])
+    return words
 
 
 @cache
 def refused_on_two_ranks() -> list[str]:
-    """Follows refusals on two ranks, of which the second is a fork of this process."""
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        s, words, code = Scene(Path(name), stack), list[str](), 1
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork")
-            child = os.fork()
-        try:
-            store = FileStore(f"{name}/ranks", 2)
-            dist.init_process_group("gloo", store=store, rank=int(not child), world_size=2)
-            follow_on_ranks(s, words)
-            dist.destroy_process_group()
-            code = 0
-        finally:
-            if not child:
-                os._exit(code)
-            _, status = os.waitpid(child, 0)
-        assert status == 0
-        return words
+    with TemporaryDirectory() as directory:
+        return on_two_ranks(f"{__name__}:follow_on_ranks", directory)[0]
 
 
 @follows("api/parts_plan.py", "on several ranks give job.step the rank's whole batch")

@@ -470,7 +470,7 @@ def test_the_tail_begins_behind_the_last_repeated_call() -> None:
 
 def test_a_profile_without_any_candidate_size_is_refused() -> None:
     profile = gpt_profile(layers=1, rows=(3,))
-    with pytest.raises(UsageError, match="traced rows"):
+    with pytest.raises(UsageError, match="rows that were traced"):
         choose_plan(profile, limit(MIB), machine())
 
 

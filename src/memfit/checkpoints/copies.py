@@ -24,6 +24,7 @@ from memfit.store import TensorPlace, dtype_name
 from memfit.store.os_errors import store_error
 from memfit.tensors.shared_elements import copy_shared
 from memfit.tensors.trees import bytes_view, new_storage
+from memfit.tensors.write_marks import reading
 
 
 class StoreCopies:
@@ -137,7 +138,8 @@ class StoreCopies:
         return self._write_pieces(region, pieces_of(home.nbytes, None), fetch)
 
     def _write(self, region: str, source: torch.UntypedStorage, nbytes: int) -> bool:
-        return self._write_pieces(region, pieces_of(nbytes, source), lambda start, _: (source, start))
+        with reading(source):
+            return self._write_pieces(region, pieces_of(nbytes, source), lambda start, _: (source, start))
 
     def _write_pieces(
         self,

@@ -17,7 +17,8 @@ own threads write. `record_stream` passes a marked storage over.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -60,3 +61,15 @@ def has_mark(alias: torch.Tensor) -> bool:
 def take_mark_off(storage: torch.UntypedStorage) -> None:
     """Takes the mark off, where there is one; always before a storage is resized."""
     storage.data_ptr()  # an address to write to
+
+
+@contextmanager
+def reading(storage: torch.UntypedStorage) -> Iterator[None]:
+    """Context in which the engine reads a storage by an address that it could write to: a mark
+    that is there is there again at the end.
+    """
+    alias = alias_of(storage)
+    is_marked = has_mark(alias)
+    yield
+    if is_marked:
+        put_mark(alias)
