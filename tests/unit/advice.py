@@ -5,6 +5,7 @@ Cases stand in `test_advice.py` and in modules named `advice_of_*.py`, which `te
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import memfit
 from distributed.processes import Ranks
+from memfit.allocator import install
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 
@@ -80,6 +82,12 @@ class Scene:
         self.optimizer.step()
         for one, other in zip(mine, self.model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=atol)
+
+
+def live_bytes() -> int:
+    """Returns the bytes of tensors that the process holds, those of other tests too: a limit of an emulated device counts them."""
+    gc.collect()
+    return install().stats().live_bytes
 
 
 def on_two_ranks(function: str, *args: Any) -> list[Any]:

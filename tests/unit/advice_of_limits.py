@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ from memfit.cli import app
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.job import hard_limit
-from memfit.verification.meters import ProcessMeter
-from unit.advice import BATCH, Scene, follows, loss
+from unit.advice import BATCH, Scene, follows, live_bytes, loss
 
 MIB = 1 << 20
 BATCH_OF_4 = torch.ones(4, 1024)
@@ -38,11 +36,6 @@ def planned(*arguments: str) -> tuple[int, str]:
     machine = ("plan", f"{__name__}:parts", "--hardware", "rtx-4090", "--plan", "-")
     found = CliRunner().invoke(app, [*machine, *arguments], input=Plan().to_json())
     return found.exit_code, " ".join(found.output.split())
-
-
-def live_bytes() -> int:
-    gc.collect()
-    return install().stats().live_bytes
 
 
 @follows("job/described.py", "give less, or another capacity: --tiers device=")
@@ -259,7 +252,9 @@ def a_cache_that_fits_beside_weights(s: Scene) -> None:
 @follows("job/saving.py", "Free what else the process holds, or raise the limit")
 def a_save_with_room(s: Scene) -> None:
     wide(s)
-    limit = ProcessMeter().resident_bytes().whole_bytes + 60 * MIB
+    with pytest.raises(memfit.DoesNotFitError) as refused:
+        memfit.fit(s.model, s.optimizer, loss, BATCH_OF_4, limit="2MiB", plan=Plan())
+    limit = (refused.value.smallest_limit_bytes or 0) + 20 * MIB
     with memfit.fit(s.model, s.optimizer, loss, BATCH_OF_4, limit=limit, plan=Plan()) as job:
         job.step(BATCH_OF_4)
         kept = list[Tensor]()

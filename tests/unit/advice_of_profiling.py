@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import warnings
@@ -17,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import memfit
 from equivalence import test_few_bits as few_bits
 from memfit.core.plan import Plan
-from unit.advice import BATCH, ON_DISK, Scene, follows, loss, three_layers
+from unit.advice import BATCH, ON_DISK, Scene, follows, live_bytes, loss, three_layers
 
 
 def trains(s: Scene, function: Callable[[Any, Any], Tensor] = loss, sample: Any = BATCH, **wishes: Any) -> None:
@@ -295,23 +294,24 @@ def deep() -> nn.Module:
 
 @follows("profiling/trace.py", "met the limit")
 def rows_that_fit_the_limit(s: Scene) -> None:
+    live_bytes()  # counts from here on
     batch = torch.randn(2, 1 << 15, 8)
 
-    def fitted(function: Callable[[Any, Tensor], Tensor], limit: str, sample: Tensor = batch) -> None:
-        gc.collect()  # the frames of what was refused before
+    def fitted(function: Callable[[Any, Tensor], Tensor], limit_mib: int, sample: Tensor = batch) -> None:
+        others = live_bytes() - batch.nbytes
         s.begin(deep)
-        job = s.fit(function, sample, limit=limit, emulate_device=True)
+        job = s.fit(function, sample, limit=others + (limit_mib << 20), emulate_device=True)
         assert job.step(sample).is_finite
         job.close()
 
-    s.refused(lambda: fitted(reading, "13MiB"))
-    fitted(guarded, "13MiB")
-    fitted(reading, "13MiB", batch[:, : 1 << 13])
-    fitted(reading, "20MiB")  # with room for a real step of one row
+    s.refused(lambda: fitted(reading, 13))
+    fitted(guarded, 13)
+    fitted(reading, 13, batch[:, : 1 << 13])
+    fitted(reading, 20)  # with room for a real step of one row
     # What joins the rows of a batch is not cut.
     with pytest.raises(memfit.UsageError, match="are not to be cut into the"):
-        fitted(joined, "20MiB")
-    fitted(joined, "20MiB", batch[:1])
+        fitted(joined, 20)
+    fitted(joined, 20, batch[:1])
 
 
 @follows("profiling/trace.py", "is new in the model")

@@ -20,6 +20,8 @@ import ctypes
 import errno
 import mmap
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ import torch
 
 from memfit.allocator import procfs
 from memfit.allocator.binding import LIMIT_MET
+from memfit.core.errors import LimitBreachError
 from memfit.core.units import format_bytes
 
 _TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
@@ -117,6 +120,22 @@ def refusal_words(error: BaseException) -> str:
     if limit is not None and not isinstance(error, torch.OutOfMemoryError):
         words += f" (refused by the kernel: {type(error).__name__} under RLIMIT_DATA of {limit} bytes)"
     return f"{words}."
+
+
+@contextmanager
+def limit_breaches(phase: str, text: Callable[[str], str]) -> Iterator[None]:
+    """Context whose refused allocations become `LimitBreachError`s of work that changed nothing.
+
+    Args:
+        phase: of the job.
+        text: makes the message of `refusal_words`.
+    """
+    try:
+        yield
+    except REFUSALS as error:
+        if not is_refusal(error):
+            raise
+        raise LimitBreachError(text(refusal_words(error)), phase=phase, where=phase, torn=False) from error
 
 
 def drop_mapped_files() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.allocator.kernel import limit_breaches
 from memfit.checkpoints import run_state
 from memfit.checkpoints.copies import StoreCopies
 from memfit.checkpoints.model_facts import model_facts
@@ -28,7 +28,7 @@ from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import RunStore
 from memfit.checkpoints.schemes import CommitScheme
 from memfit.core.commits import masters_of
-from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
+from memfit.core.errors import MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
 from memfit.core.log import LOG
 from memfit.core.plan import Plan
@@ -336,23 +336,19 @@ class RunCheckpointer(Checkpointer):
                 "when it ended (an error of that time says why). job.commit() notes and commits all as it stands now; "
                 "job.close(commit=False) gives the step up"
             )
-        try:
+        with limit_breaches(
+            "commit",
+            lambda words: (
+                f"the limit was hit while step {self._house.step} was committed: {words} The commit before "
+                "is whole, and the step is made. Free what else the process holds; the next call commits it"
+            ),
+        ):
             # Copies are whole in the spare slots before the manifest names them: a crash in between
             # finds the commit before.
             flips = self.copies.write()
             if is_first:
                 self.run.committed.end_step(self._house.step)
             self.run.commits.commit(self._state, flips)
-        except REFUSALS as error:
-            if not is_refusal(error):
-                raise
-            raise LimitBreachError(
-                f"the limit was hit while step {self._house.step} was committed: {refusal_words(error)} The commit before "
-                "is whole, and the step is made. Free what else the process holds; the next call commits it",
-                phase="commit",
-                where="commit",
-                torn=False,
-            ) from error
 
     def _state(self) -> dict[str, Any]:
         of = self._of

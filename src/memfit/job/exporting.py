@@ -35,7 +35,7 @@ from memfit.homes import ByteHome
 from memfit.homes.optimizer_states import DecodedState, StateSlot
 from memfit.homes.state_codecs import codec_of
 from memfit.huggingface.conversions import FileTensor, Range
-from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_other_model, write_save
+from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, breaches_of_save, check_other_model, write_save
 from memfit.store import DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.store.directory import is_there
 from memfit.store.journal import under_way
@@ -149,7 +149,8 @@ def _write_files(run: CommittedRun, target: Path, max_shard_bytes: int, used: Fi
     files, texts = _files_of(run, max_shard_bytes)
     described = texts.get(_CONFIGS["config"])
     check_other_model(target, None if described is None else json.loads(described))
-    write_save(target, files, texts, lambda _: None, operations=used)
+    with breaches_of_save(target):
+        write_save(target, files, texts, lambda _: None, operations=used)
     return {f.name: f.header.file_bytes for f in files}
 
 

@@ -17,7 +17,7 @@ from memfit.job.assembly import Assembly
 from memfit.job.averages import Averages
 from memfit.job.ending import check_alone
 from memfit.job.loading import LoadResult, load_into_job, load_states
-from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
+from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, breaches_of_save, check_form, save_job
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import done_by_all, together
 from memfit.job.torch_states import give_weights, read_states, states_at_home, weights_at_home, write_torch
@@ -76,7 +76,7 @@ class SavedJob(WatchedJob):
             UsageError: the directory cannot be used, or the job is closed.
             TornStepError: blocks hold weights of different steps.
         """
-        with self._runner.calls.enter("job.save"):
+        with self._runner.calls.enter("job.save"), breaches_of_save(directory):
             assembly = self._check_usable()
             assembly.keep_changes()
             check_form(form, extra)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,10 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
-from memfit.checkpoints.run_state import (
-    take_random,
-)
+from memfit.allocator.kernel import limit_breaches
+from memfit.checkpoints.run_state import take_random
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
-from memfit.core.errors import LimitBreachError, StoreError, UsageError
+from memfit.core.errors import StoreError, UsageError
 from memfit.core.paths import user_path
 from memfit.core.units import parse_bytes
 from memfit.engine.loss_scaling import LossScaler
@@ -270,20 +269,20 @@ def write_save(
         write_configs(new)
         for name, text in texts.items():
             _write_text(new / name, text, operations)
-        try:
-            pieces = FilePieces(max(f.header.file_bytes for f in files))
-            for file in files:
-                write_tensors(new / file.name, file.header, file.sources, pieces, operations=operations)
-        except REFUSALS as error:
-            if not is_refusal(error):
-                raise
-            raise LimitBreachError(
-                f"the limit was hit while saving to {target}: {refusal_words(error)} Nothing was changed, neither the job nor an older save. "
-                "Free what else the process holds, or raise the limit",
-                phase="save",
-                where="save",
-                torn=False,
-            ) from error
+        pieces = FilePieces(max(f.header.file_bytes for f in files))
+        for file in files:
+            write_tensors(new / file.name, file.header, file.sources, pieces, operations=operations)
+
+
+def breaches_of_save(directory: str | Path) -> AbstractContextManager[None]:
+    """Context in which a save hits the limit in words that name its directory."""
+    return limit_breaches(
+        "save",
+        lambda words: (
+            f"the limit was hit while saving to {directory}: {words} Nothing was changed, neither the job nor an older save. "
+            "Free what else the process holds, or raise the limit"
+        ),
+    )
 
 
 def _trainer_state(
