@@ -8,7 +8,7 @@ A case is a model, an optimizer, a batch and a limit, all drawn from the seed an
 the time, a fork of one that has loaded torch, transformers and memfit. With `--wide` models and optimizers are those of `limiting`, trained as they are, with a
 clipped norm, in groups of parameters, or under autocast.
 
-Half of the cases are trained in a way of their own (`HABITS`): batches of shapes that alternate, batches from a `DataLoader` with two workers, NumPy arrays
+Half of the cases are trained in a way of their own (`HABITS`; arrays and workers not with the smallest limit): batches of shapes that alternate, batches from a `DataLoader` with two workers, NumPy arrays
 that the program makes after `fit`, a given plan in fp16, or one in which every layer's saved tensors have one fate. What arrays and workers take is added to the
 drawn limit; arrays are taken off what was measured before that is compared with what was predicted.
 
@@ -109,6 +109,10 @@ def draw(seed: int, number: int, *, smallest: bool) -> Case:
         if (kind != "Muon" or config.get("bias") is False) and not (kind == "Adagrad" and trait == "empty")
     ]
     kind = "Muon" if "Muon" in kinds and rng.random() < 0.5 else rng.choice(kinds)
+    share = 0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3)
+    habit = _habit(random.Random(f"habit {seed}/{number}"), family)
+    # With the smallest limit and more, `fit` chooses a plan that uses what the program will take later.
+    habit = "" if not share and habit in ("arrays", "workers") else habit
     return Case(
         name=f"{seed}/{number} {family[1]}",
         family=family,
@@ -117,8 +121,8 @@ def draw(seed: int, number: int, *, smallest: bool) -> Case:
         sizes=sizes,
         optimizer=(kind, OPTIMIZERS[kind]),
         is_empty=trait == "empty",
-        share=0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3),
-        habit=_habit(random.Random(f"habit {seed}/{number}"), family),
+        share=share,
+        habit=habit,
     )
 
 
@@ -322,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=0, help="so many, a quarter at the smallest limit")
-    parser.add_argument("--smallest", type=int, default=0, help="so many, each at the smallest limit and 3 % below it")
+    parser.add_argument("--smallest", type=int, default=0, help="so many, each at the smallest limit and 3 %% below it")
     parser.add_argument("--only", type=int, action="append", help="cases of these numbers (may be repeated)")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")

@@ -31,9 +31,9 @@ TIMEOUT_S = 15.0
 """Of `init_process_group`: the longest wait for a rank that is stopped."""
 LONG_S = 100.0
 """The same where a rank is killed: nobody waits for it."""
-KILLED_S = 30.0
-"""The longest wait for a rank that is killed, on a machine on which ten other programs run."""
-SLACK_S = 30.0
+KILLED_S = 10.0
+"""The longest wait for a rank that is killed."""
+SLACK_S = 10.0
 PHASES = ("began", "in init_process_group", "in fit", "in steps", "in close", "closed", "ended")
 _TURNS = (0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5)
 """Phases to draw from: those that are memfit's are drawn more often."""
