@@ -8,9 +8,9 @@ A case is a model, an optimizer, a batch and a limit, all drawn from the seed an
 the time, a fork of one that has loaded torch, transformers and memfit. With `--wide` models and optimizers are those of `limiting`, trained as they are, with a
 clipped norm, in groups of parameters, or under autocast.
 
-Half of the cases are trained in a way of their own (`HABITS`; arrays and workers not with the smallest limit): batches of shapes that alternate, batches from a `DataLoader` with two workers, NumPy arrays
-that the program makes after `fit`, a given plan in fp16, or one in which every layer's saved tensors have one fate. What arrays and workers take is added to the
-drawn limit; arrays are taken off what was measured before that is compared with what was predicted.
+Half of the cases are trained in a way of their own (`HABITS`; arrays and workers not with the smallest limit): batches of shapes that alternate, batches from a
+`DataLoader` with two workers, NumPy arrays that the program makes after `fit`, a given plan in fp16, or one in which every layer's saved tensors have one fate.
+What arrays and workers take is added to the drawn limit; arrays are taken off what was measured before that is compared with what was predicted.
 
 `--cases`: a process asks for 2 MiB and is told the smallest limit. A quarter of the cases get that limit, the others one between it and what training
 without a limit would take. A second process trains three steps, evaluates and saves. It must not breach; the kernel's peak of the process (VmHWM, phase by
