@@ -137,9 +137,9 @@ print("same", all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.pa
 
 def test_limits_and_steps_follow_the_pages_that_left(tmp_path: Path) -> None:
     """Pages of a large library are no part of a limit, neither if it was imported before `fit` nor between two steps."""
-    for name in ("first.so", "second.so"):
+    for name, size in (("first.so", 160 * MIB), ("second.so", 1024 * MIB)):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(160 * MIB)
+            file.truncate(size)
     child = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
