@@ -28,12 +28,14 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest test-pythons zoo-device mutations fuzz fuzz-ranks fuzz-lives golden-answers train vocabulary docs wheel clean
+.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest test-pythons zoo-device mutations fuzz fuzz-ranks fuzz-lives golden-answers sizes prose train vocabulary docs wheel clean
 
 help:
 	@echo "make fuzz-ranks $(FUZZ_EXAMPLES) random plans for ranks, against plain PyTorch"
 	@echo "make fuzz-lives $(LIVES) kills and a quarter as many stops of ranks, at random instants of their lives"
 	@echo "make golden-answers plans, predictions and refusals of 60 drawn questions, against those on file"
+	@echo "make sizes      code lines, tokens, words and files by package"
+	@echo "make prose      words that hide the noun, counted"
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
@@ -138,6 +140,14 @@ fuzz: install
 # Random plans for two and three ranks, which they may disagree about: the bits of one process, or refused on all.
 fuzz-ranks: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/distributed/test_random_plans.py --examples $(FUZZ_EXAMPLES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
+
+# Code lines, tokens, words and files by package.
+sizes: install
+	$(PYTHON) benchmarks/sizes.py
+
+# Words that hide the noun, in 1,000 words of docstrings, comments, messages and documents; fails while they are too many.
+prose: install
+	$(PYTHON) benchmarks/prose.py
 
 # Answers of the planner to drawn questions; `tests/golden/questions.py` writes them anew.
 golden-answers: install

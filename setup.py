@@ -28,9 +28,9 @@ class BuildWithAllocator(build_py):
         super().run()
         if PREBUILDS:
             sys.path.insert(0, str(Path(__file__).parent / "src"))
-            from memfit.allocator.compiling import prebuild
+            from memfit.devices.compiling import prebuild
 
-            made = prebuild(Path(self.build_lib) / "memfit" / "allocator" / "prebuilt")
+            made = prebuild(Path(self.build_lib) / "memfit" / "devices" / "prebuilt")
             print(f"compiled {made.name}")  # noqa: T201
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memfit  # first: settings that torch reads when it is loaded
-from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import BlockPlan, Plan
+from memfit.core.storage_formats import FrozenFormat
 from memfit.core.tiers import Tier
 
 LAYERS, STEPS = 6, 8

@@ -284,8 +284,8 @@ def _train(
 
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
-    from memfit.job.machine import prepare_process
-    from memfit.recipes.gpt import build_adamw, build_warmup, causal_language_loss
+    from memfit.integrations.recipes.gpt import build_adamw, build_warmup, causal_language_loss
+    from memfit.machine.machine import prepare_process
 
     prepare_process()
     shape = Size(**size)
@@ -361,7 +361,7 @@ def _model_of(size: Size, layers: int) -> tuple[type[PreTrainedModel], Any]:
 
 
 def _text(size: Size) -> Iterator[Tensor]:
-    from memfit.recipes.token_batches import TokenWindows, read_tokens
+    from memfit.integrations.recipes.token_batches import TokenWindows, read_tokens
 
     tokens = read_tokens(_TEXT_VOCABULARY)
     return iter(TokenWindows(tokens=tokens, batch_size=size.rows, sequence_length=size.tokens, seed=0))

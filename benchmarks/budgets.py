@@ -138,9 +138,9 @@ def _work(request: Mapping[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import memfit
-    from memfit.allocator import install
     from memfit.core.plan import CallPlan
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import install
+    from memfit.machine.meters import ProcessMeter
 
     if request["way"] == "torch":
         import torch._inductor.compile_fx  # as part of the imports

@@ -260,22 +260,21 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     import torch
 
     import memfit
-    from memfit.allocator import install
-    from memfit.core.machines import read_hardware
+    from memfit.core.hardware import read_hardware
     from memfit.core.work_kinds import PRODUCT_KINDS
-    from memfit.job import measured_steps
+    from memfit.devices.binding import install
+    from memfit.job import step_watchers
     from memfit.job.comparing import median_traffic
-    from memfit.job.saved_hardware import load_saved
-    from memfit.prediction import predict
-    from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
-    from memfit.scheduling.lower import lower
+    from memfit.machine.described import load_saved
+    from memfit.step.lower import lower
+    from memfit.step.predict import GROUPS, calibrated, fit_factors, largest_deviations, predict
 
     machine = load_saved(torch.device("cpu")) if hardware is None else read_hardware(hardware)
     if machine is None:
         raise SystemExit("run memfit probe first, with as many threads, or name a file with --hardware")
     install()
     # A job measures its first 16 steps for itself; here they are to be as the later ones.
-    measured_steps._ALL_OF_FIRST = 0  # noqa: SLF001
+    step_watchers._ALL_OF_FIRST = 0  # noqa: SLF001
     torch.manual_seed(0)
     model, batch = _model_and_batch(case)
     kind, settings = case["optimizer"]
@@ -432,8 +431,8 @@ def _model_and_batch(case: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _plan(case: Mapping[str, Any], profile: Any) -> Any:
     from memfit.core.plan import BlockPlan, CallPlan, Plan
-    from memfit.core.precision import ComputeDtype
     from memfit.core.saved_policies import Saved
+    from memfit.core.storage_formats import ComputeDtype
     from memfit.core.tiers import Tier
 
     homes = {

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import common
-from memfit.core.units import KIB, MIB
+from memfit.core.limits import KIB, MIB
 from memfit.store import CommittedStore, DiskIO, DiskStore, DiskTransfer, Memory, RegionSpec, aligned_memory, verify
 from memfit.store.checksums import PIECE_BYTES, checksum
 from memfit.store.journal import RECORD, Journal, record_region

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.core.limits import MIB, format_bytes
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB, format_bytes
-from memfit.recipes.gpt import build_adamw, causal_language_loss
+from memfit.integrations.recipes.gpt import build_adamw, causal_language_loss
 from memfit.store import DiskIO, aligned_memory, open_file
 
 VOCABULARY = 4096

@@ -78,8 +78,8 @@ def measured(
     step: Callable[[], float], moved: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]] | None = None
 ) -> Step:
     """Runs one step and measures it. `step` returns the loss; `moved` gives (read, written) bytes so far."""
-    from memfit.allocator import installed
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import installed
+    from memfit.machine.meters import ProcessMeter
 
     process, allocator = ProcessMeter(), installed()
     before = moved() if moved else ({}, {})
@@ -260,9 +260,9 @@ def disk_seconds(
     Moves at most `most_bytes`, in the same proportion, and scales up. Requests of 4 MiB over a file of at most `file_bytes`; a window keeps both
     directions busy until both are done. A disk that is fast for a few seconds and slower when that lasts is known by what it does over more bytes.
     """
-    from memfit.store.file_operations import FileOperations, open_unnamed
+    from memfit.store.checksums import aligned_memory
+    from memfit.store.files import FileOperations, open_unnamed
     from memfit.store.io import DiskIO
-    from memfit.store.memory_ranges import aligned_memory
 
     total = read_bytes + written_bytes
     if total == 0:

@@ -221,9 +221,9 @@ def _work(*, name: str, microbatches: int, shape: dict[str, Any], directory: str
 
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
-    from memfit.allocator import install
-    from memfit.recipes.gpt import build_adamw, causal_language_loss
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import install
+    from memfit.integrations.recipes.gpt import build_adamw, causal_language_loss
+    from memfit.machine.meters import ProcessMeter
 
     meter = ProcessMeter()
     hello: dict[str, Any] = {"imports_bytes": meter.resident_bytes().whole_bytes}
@@ -298,7 +298,7 @@ def _plain_step(name: str, model: nn.Module, microbatches: int) -> Callable[[tor
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from memfit.recipes.gpt import build_adamw, causal_language_loss
+    from memfit.integrations.recipes.gpt import build_adamw, causal_language_loss
 
     uses_hooks = name == "torch step in hooks"
     is_last = [False]

@@ -25,10 +25,9 @@ from torch import nn
 
 import memfit
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
-from memfit.recipes.gpt import build_adamw, build_warmup, causal_language_loss
-from memfit.recipes.token_batches import TokenWindows, read_tokens
+from memfit.core.storage_formats import ComputeDtype, StateFormat
+from memfit.integrations.recipes.gpt import build_adamw, build_warmup, causal_language_loss
+from memfit.integrations.recipes.token_batches import TokenWindows, read_tokens
 
 STEPS = 500
 EVERY = 10

@@ -69,12 +69,12 @@ def train(shape: common.Shape, steps: int, directory: Path) -> list[Held]:
     import torch
 
     import memfit
-    from memfit.allocator import install
     from memfit.core.plan import CallPlan, Plan
     from memfit.core.saved_policies import Saved
     from memfit.core.tiers import Tier
-    from memfit.recipes.gpt import build_adamw, causal_language_loss
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import install
+    from memfit.integrations.recipes.gpt import build_adamw, causal_language_loss
+    from memfit.machine.meters import ProcessMeter
 
     allocator, meter = install(), ProcessMeter()
     model = common.build_gpt(shape)

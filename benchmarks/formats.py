@@ -22,13 +22,12 @@ from typing import Any
 
 import memfit
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
-from memfit.prediction.predict import predict
-from memfit.recipes.gpt import find_recipe
-from memfit.scheduling.lower import lower
+from memfit.integrations.recipes.gpt import find_recipe
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 BF16 = ComputeDtype.BFLOAT16
 PLANS: dict[str, tuple[Plan, frozenset[str]]] = {

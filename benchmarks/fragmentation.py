@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-from memfit.arena import plan_offsets
-from memfit.arena.occupancy import Fit, Occupancy
+from memfit.devices.buffer_arena import Fit, Occupancy, plan_offsets
 
 ALIGNMENT = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator.h, for all of them alike
 MIB = 1 << 20

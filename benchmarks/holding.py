@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from memfit.core.hardware import Hardware
     from memfit.core.plan import Plan
     from memfit.job.job import Job
-    from memfit.planning.pricing import BuiltCandidate
+    from memfit.planner.search.pricing import BuiltCandidate
 
 ROOT = Path(__file__).parents[1]
 ROWS, TOKENS, WORDS = 4, 64, 2000
@@ -300,9 +300,9 @@ class _Runs:
         """Returns the plan that memfit chooses, that of 88a046d, and those of techniques; and why others are none."""
         import memfit
         from memfit.core.tiers import Tier
-        from memfit.planning.candidates import MasterForms, list_candidates
-        from memfit.planning.classics import CLASSICS
-        from memfit.planning.pricing import PlanQuestion, price, price_all
+        from memfit.planner.search.candidates import MasterForms, list_candidates
+        from memfit.planner.search.classics import CLASSICS
+        from memfit.planner.search.pricing import PlanQuestion, price, price_all
 
         model, optimizer = self._parts()
         job = memfit.fit(model, optimizer, _loss, self._batches[0], limit=limit, hardware=self._hardware)
@@ -408,10 +408,9 @@ class _Runs:
         return row
 
     def _steps(self, job: Job) -> Row:
-        from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, UPDATE_LANE
-        from memfit.prediction.calibration import GROUPS, calibrated
-        from memfit.prediction.predict import appraise, predict
-        from memfit.scheduling.lower import lower
+        from memfit.core.step import COMPUTE_LANE, HOST_LANE, UPDATE_LANE
+        from memfit.step.lower import lower
+        from memfit.step.predict import GROUPS, appraise, calibrated, predict
 
         losses = [job.step(batch).loss for batch in self._batches[:WARM]]
         # In turns, so that a processor that becomes slower is so in both.
@@ -504,8 +503,8 @@ def _hardware(device: torch.device, rate: float) -> Hardware:
     from memfit.core.hardware import Hardware, Link, TierSpec
     from memfit.core.tiers import Tier
     from memfit.core.work_kinds import WorkKind
-    from memfit.job.measuring_rates import measure_rates
-    from memfit.optimizers.elsewhere import probe_updates
+    from memfit.machine.measuring_rates import measure_rates
+    from memfit.optimizers.detect import probe_updates
 
     rates = measure_rates(device, rounds=2, has_half=False)
     memory = 4 << 30
@@ -526,7 +525,7 @@ def _hardware(device: torch.device, rate: float) -> Hardware:
 
 def _with_slower_host(machine: Hardware, measured: Hardware, factor: float) -> Hardware:
     """Returns a machine on whose host updates take `factor` times as long as measured rates say."""
-    from memfit.core.rates import Rate, rates_of
+    from memfit.core.hardware import Rate, rates_of
     from memfit.core.work_kinds import WorkKind
 
     pieces = rates_of(measured)[WorkKind.PIECES].per_s / factor

@@ -195,8 +195,8 @@ class Phases:
 
     def watch(self) -> None:
         """Puts itself around what memfit does, in this process."""
-        from memfit.checkpoints import checkpointer, run_store
         from memfit.job import job, step_runner
+        from memfit.runs import checkpointer, run_store
 
         def around(holder: Any, name: str, phase: Callable[[Any, dict[str, Any]], str]) -> None:
             inner = getattr(holder, name)
@@ -227,7 +227,7 @@ class Phases:
         around(step_runner, "assemble_fitting", lambda *_: "replanning")
         around(job.Job, "save", lambda *_: "saving")
         around(job.Job, "close", lambda *_: "closing")
-        around(import_module("memfit.api.fit"), "_begin", lambda *_: "planning and loading")
+        around(import_module("memfit.job.fit"), "_begin", lambda *_: "planning and loading")
 
     _answered = 0
     _is_interrupted = False

@@ -152,9 +152,9 @@ def _work(
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
     from memfit.core.plan import Plan
-    from memfit.job.machine import prepare_process
-    from memfit.recipes import find_recipe
-    from memfit.verification.meters import ProcessMeter
+    from memfit.integrations.recipes.gpt import find_recipe
+    from memfit.machine.machine import prepare_process
+    from memfit.machine.meters import ProcessMeter
 
     meter = ProcessMeter()
     imports_bytes = meter.resident_bytes().whole_bytes

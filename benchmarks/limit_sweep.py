@@ -474,11 +474,11 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
     from limiting import building
-    from memfit.allocator import install
     from memfit.core.errors import DoesNotFitError
-    from memfit.job.machine import prepare_process
-    from memfit.prediction import predict
-    from memfit.scheduling.lower import lower
+    from memfit.devices.binding import install
+    from memfit.machine.machine import prepare_process
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
 
     drawn = request["case"]
     case = Case(**{**drawn, "family": (drawn["family"][0], drawn["family"][1])})
@@ -538,10 +538,10 @@ def _plan(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loss: 
     """The given plan of a habit; None: one is to be chosen."""
     import memfit
     from memfit.core.plan import CallPlan, Plan
-    from memfit.core.precision import ComputeDtype
     from memfit.core.saved_policies import Saved
+    from memfit.core.storage_formats import ComputeDtype
     from memfit.core.tiers import Tier
-    from memfit.planning.candidates import decided_calls
+    from memfit.planner.search.candidates import decided_calls
 
     if case.habit == "fp16":
         return Plan(compute_dtype=ComputeDtype.FLOAT16)
@@ -679,8 +679,8 @@ def _plain_bytes(
 ) -> int:
     """Of the process, if it trained with everything resident."""
     import memfit
-    from memfit.allocator import install
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import install
+    from memfit.machine.meters import ProcessMeter
 
     base = ProcessMeter().resident_bytes().whole_bytes - install().stats().mapped_bytes
     profile = memfit.profile(model, optimizer, loss, batch)

@@ -311,8 +311,8 @@ def _work(*, name: str, mode: str, limit: int | None, directory: str, group: str
 
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
-    from memfit.job.machine import prepare_process
-    from memfit.verification.meters import ProcessMeter
+    from memfit.machine.machine import prepare_process
+    from memfit.machine.meters import ProcessMeter
 
     case = CASES[name]
     case.imports()
@@ -376,7 +376,7 @@ def _built(case: Case) -> Any:
 def _train_plainly(case: Case, limit_bytes: int | None) -> list[float]:
     import torch
 
-    from memfit.allocator import install
+    from memfit.devices.binding import install
 
     allocator = install()
     allocator.set_limit(limit_bytes)

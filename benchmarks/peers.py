@@ -188,7 +188,7 @@ def _step(parts: tuple[Any, ...]) -> None:
 
 
 def _plain_bytes(case: Case) -> int:
-    from memfit.allocator import install
+    from memfit.devices.binding import install
     from predicting.measuring import build
 
     allocator = install()

@@ -57,12 +57,12 @@ def measure(seed: int, case: Row) -> Row:
 
     import memfit
     from limiting.building import build_batch, build_loss, build_model, build_optimizer
-    from memfit.allocator import install
     from memfit.core.hardware import Hardware, Link, TierSpec
-    from memfit.core.precision import ComputeDtype
+    from memfit.core.storage_formats import ComputeDtype
     from memfit.core.tiers import Tier
-    from memfit.prediction import predict
-    from memfit.scheduling.lower import lower
+    from memfit.devices.binding import install
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
     from sweeping.drawing import draw_plan, relaxed
     from sweeping.tracing import traced_once
 

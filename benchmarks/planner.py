@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.planning.candidates import MasterForms, list_candidates
-from memfit.planning.planner import choose_plan
-from memfit.planning.pricing import PlanQuestion, price
+from memfit.planner.search.candidates import MasterForms, list_candidates
+from memfit.planner.search.planner import choose_plan
+from memfit.planner.search.pricing import PlanQuestion, price
 
 if TYPE_CHECKING:
     from memfit.core.profile import Profile
@@ -82,8 +82,8 @@ def profile_of(name: str, *, layers: int = 16) -> Profile:
     import transformers as hf
 
     import memfit
-    from memfit.job.problem import Problem, driver_of
-    from memfit.profiling.blocks import find_blocks
+    from memfit.planner.problem import Problem, driver_of
+    from memfit.trace.blocks import find_blocks
 
     def llama(hidden: int, inner: int, layers: int) -> Any:
         return hf.LlamaForCausalLM(

@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import kill
-from memfit.core.units import MIB
+from memfit.core.limits import MIB
 from memfit.store import FileOperations, verify
 
 KINDS: dict[str, tuple[int, tuple[str, ...], str]] = {

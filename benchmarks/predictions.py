@@ -85,7 +85,7 @@ def _drawn(seed: int, numbers: Sequence[int]) -> list[Case]:
     import transformers
 
     import memfit.api  # noqa: F401 - loaded once, for all forks
-    from memfit.allocator import procfs
+    from memfit.devices import procfs
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

@@ -7,7 +7,7 @@ The figures stand in `published_cases.json`, each with its source. Models are bu
 on no device; nothing is trained. Three kinds of case:
 
 - `step`: the peak of a whole training step. memfit prices the plan that the source describes
-  (`memfit.api.advise`, with gradients of all blocks held to the end, as plain loops hold them) for
+  (`memfit.planner.advise`, with gradients of all blocks held to the end, as plain loops hold them) for
   a described machine. What the source says lies beside tensors (a CUDA context) is added and named.
 - `states`: weights, gradients and optimizer states alone, from memfit's profile of an empty model.
 - `terms`: bytes a parameter, cut over ranks, times a stated number of parameters. memfit does not
@@ -85,9 +85,8 @@ def by_states(case: Row, profile: Profile) -> Prediction:
 def plan_of(case: Row, calls: Sequence[CallProfile], blocks: Sequence[str]) -> Plan:
     """Returns the plan that a case describes."""
     from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-    from memfit.core.precision import ComputeDtype
     from memfit.core.saved_policies import Saved
-    from memfit.core.state_formats import StateFormat
+    from memfit.core.storage_formats import ComputeDtype, StateFormat
     from memfit.core.tiers import Tier
 
     asked = case.get("plan", {})
@@ -109,11 +108,11 @@ def plan_of(case: Row, calls: Sequence[CallProfile], blocks: Sequence[str]) -> P
 
 def by_step(case: Row, subject: Subject, profile: Profile) -> Prediction:
     """Prices a whole step under the plan of a case."""
-    from memfit.api.advise import advise
-    from memfit.core.machines import read_hardware
-    from memfit.prediction import predict
-    from memfit.scheduling.build import build_step
-    from memfit.scheduling.lower import lower
+    from memfit.core.hardware import read_hardware
+    from memfit.planner.advise import advise
+    from memfit.step.build import build_step
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
 
     plan = plan_of(case, next(iter(profile.traces.values())).calls, [block.name for block in profile.blocks])
     if "states" in case.get("plan", {}):

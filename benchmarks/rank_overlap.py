@@ -109,7 +109,7 @@ def measure(rank: int, size: int, share: float, prefetch: int, steps: int = STEP
     import memfit
     from distributed.training import plan_for
     from memfit.core.hardware import Hardware
-    from memfit.prediction.predict import predict
+    from memfit.step.predict import predict
 
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer() for _ in range(LAYERS)))

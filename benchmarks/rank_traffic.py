@@ -105,9 +105,9 @@ def by_memfit(rank: int, size: int, k: int, where: str) -> dict[str, Any]:
     """
     import memfit
     from distributed.training import plan_for
-    from memfit.allocator import install
     from memfit.core.plan import CallPlan
     from memfit.core.saved_policies import Saved
+    from memfit.devices.binding import install
 
     install()
     peak = _Peak()
@@ -138,7 +138,7 @@ def by_fsdp(rank: int, size: int, k: int, syncs: bool) -> dict[str, Any]:  # noq
     """FSDP2, a group a layer."""
     from torch.distributed.fsdp import fully_shard
 
-    from memfit.allocator import install
+    from memfit.devices.binding import install
 
     install()
     peak = _Peak()

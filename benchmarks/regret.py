@@ -26,17 +26,17 @@ from unittest import mock
 import planner
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.planning import frame_search, widening
-from memfit.planning.ahead import Ahead
-from memfit.planning.candidates import Candidate, MasterForms
-from memfit.planning.mixed_units import Mixture, find_units, mixed_plan
-from memfit.planning.planner import choose_plan
-from memfit.planning.pricing import PlanQuestion, price
-from memfit.planning.slot_prices import uniform
-from memfit.planning.uniform_search import UniformSearch
+from memfit.planner.search import frame_search, widening
+from memfit.planner.search.candidates import Candidate, MasterForms
+from memfit.planner.search.mixed_units import Mixture, find_units, mixed_plan
+from memfit.planner.search.planner import choose_plan
+from memfit.planner.search.polish import Ahead
+from memfit.planner.search.pricing import PlanQuestion, price
+from memfit.planner.search.slot_prices import uniform
+from memfit.planner.search.uniform_search import UniformSearch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

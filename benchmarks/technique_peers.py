@@ -170,8 +170,8 @@ def _work(request: Mapping[str, Any]) -> None:
     import torch
 
     import memfit
-    from memfit.allocator import install
-    from memfit.verification.meters import ProcessMeter
+    from memfit.devices.binding import install
+    from memfit.machine.meters import ProcessMeter
 
     way = request["way"]
     if way == "zero3-offload":

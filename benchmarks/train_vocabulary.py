@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from memfit.recipes.corpus import END_OF_TEXT, MERGES_PATH, SMALLEST_VOCABULARY, iterate_text
+from memfit.integrations.recipes.corpus import END_OF_TEXT, MERGES_PATH, SMALLEST_VOCABULARY, iterate_text
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 WIDTH = 512

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.arena import Arena, plan_offsets
+from memfit.devices.buffer_arena import Arena, plan_offsets
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from memfit.recipes import RECIPES, find_recipe
+from memfit.integrations.recipes.gpt import RECIPES, find_recipe
 
 
 def main() -> None:

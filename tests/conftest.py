@@ -175,7 +175,7 @@ def equal_random_numbers() -> None:
 @pytest.fixture(scope="session")
 def exact_counts() -> None:
     """Tensors are counted by memfit's own allocator; without a compiler the test is skipped, for the fallback measures the whole process."""
-    from memfit.allocator import install
+    from memfit.devices.binding import install
 
     install()
 
@@ -193,7 +193,7 @@ def older_objects_are_passed_over() -> Iterator[None]:
 
     For files that collect often. Not for those that look for objects through the collector, which frozen ones hide from.
     """
-    from memfit.profiling import standins
+    from memfit.trace import standins
 
     gc.collect()
     standins._cached_functions(len(sys.modules))  # looks through all objects, so before they are hidden

@@ -13,13 +13,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
 MOST_LINES_OF_A_FILE = 900
 MOST_CODE_LINES_OF_A_FUNCTION = 60
-# An issue says by how much it may raise the ceiling. 56,760 lines at commit f6c4bdf, and 1,300 for what people's own loops met.
-MOST_CODE_LINES = 58_060
+# An issue says by how much it may raise the ceiling. 56,760 lines at commit f6c4bdf.
+MOST_CODE_LINES = 56_760
 
 # "path" for a file, "path:name" for a function -> why it may be larger. An entry that is not needed any more fails.
 EXCEPTIONS: dict[str, str] = {
-    "api/advise.py:ask": "the keywords of `fit`, one by one, and what each is read into",
-    "api/fit.py:fit": "the users' one call: its keywords stay flat and are told one by one",
+    "planner/advise.py:ask": "the keywords of `fit`, one by one, and what each is read into",
+    "job/fit.py:fit": "the users' one call: its keywords stay flat and are told one by one",
     "cli/plan_command.py:plan": "the same keywords as options",
 }
 

@@ -37,16 +37,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memfit
-from memfit.allocator import install
+from memfit.core.limits import format_bytes, parse_bytes
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.core.units import format_bytes, parse_bytes
-from memfit.job.problem import Problem, driver_of
-from memfit.prediction.predict import predict
-from memfit.profiling.blocks import find_blocks
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.devices.binding import install
+from memfit.planner.problem import Problem, driver_of
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.trace.blocks import find_blocks
 
 WIDTH, ROWS = 8, 4
 

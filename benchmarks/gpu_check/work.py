@@ -199,10 +199,9 @@ def ours(
 ) -> None:
     """A job under one plan, or under a limit that is a share of plain PyTorch's memory: predictions, measurements, and plain's weights beside ours."""
     import memfit
-    from memfit.core.hardware import Hardware
-    from memfit.core.rates import in_dtype
-    from memfit.prediction import predict
-    from memfit.scheduling.lower import lower
+    from memfit.core.hardware import Hardware, in_dtype
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
 
     kind, notes = SUBJECTS[subject], setting.notes
     beside = setting.earlier.get(f"{subject}: plain", {})
@@ -331,8 +330,8 @@ def machine(setting: Setting) -> None:
     """Versions, then what memfit's probe finds, then both ways of the link at once."""
     from gpu_check.views import describe
     from memfit.core.limits import Limits
-    from memfit.job.machine import open_machine
-    from memfit.job.probing import probe
+    from memfit.machine.machine import open_machine
+    from memfit.machine.probing import probe
 
     setting.notes.note(**describe(setting.device, setting.directory))
     one = torch.zeros(1, device=setting.device)

@@ -141,8 +141,7 @@ def _planned(rng: random.Random, case: Case, resident_bytes: int) -> tuple[Case 
     """A plan for these rows, and the predicted peak of its tensors."""
     import memfit
     from memfit.core.plan import Plan
-    from memfit.core.precision import ComputeDtype
-    from memfit.core.state_formats import StateFormat
+    from memfit.core.storage_formats import ComputeDtype, StateFormat
     from predicting.measuring import build
     from sweeping.drawing import draw_plan, relaxed
 
@@ -224,8 +223,8 @@ def begun(case: Case, parts: tuple[Any, ...]) -> Iterator[memfit.Job]:
 
 def tensor_peak(job: memfit.Job) -> int:
     """The predicted peak of a job's tensors; staging of the disk's threads is none."""
-    from memfit.prediction import predict
-    from memfit.scheduling.lower import lower
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
 
     return predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0)).peak_bytes
 

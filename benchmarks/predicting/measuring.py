@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.allocator import Allocator
-    from memfit.core.timeline import Timeline
+    from memfit.core.step import Timeline
+    from memfit.devices.binding import Allocator
     from predicting.drawing import Case
 
 STEPS = 3
@@ -23,8 +23,8 @@ def load(case: Case) -> int:
 
     import memfit.api  # noqa: F401 - memfit loads its names when they are used
     from limiting import building
-    from memfit.allocator import procfs
-    from memfit.job.machine import prepare_process
+    from memfit.devices import procfs
+    from memfit.machine.machine import prepare_process
 
     building.load(case.family)
     torch.set_num_threads(1)
@@ -51,10 +51,10 @@ def measure(case: Case) -> dict[str, Any]:
     resident = load(case)
     import gc
 
-    from memfit.allocator import install
+    from memfit.devices.binding import install
     from memfit.engine.measured_step import StepRecorder
-    from memfit.prediction import predict
-    from memfit.scheduling.lower import lower
+    from memfit.step.lower import lower
+    from memfit.step.predict import predict
     from predicting.drawing import begun
 
     allocator = install()
@@ -123,7 +123,7 @@ class _Meter:
 
 def _outside(allocator: Allocator) -> dict[str, int]:
     """Memory of the process beside tensors: private memory, and pages of mapped files."""
-    from memfit.allocator import procfs
+    from memfit.devices import procfs
 
     status = procfs.read_status()
     return {"private": status.anonymous_bytes - allocator.stats().mapped_bytes, "files": status.file_bytes}

@@ -15,7 +15,7 @@ from torch import nn
 import memfit
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
-from memfit.job.problem import Problem
+from memfit.planner.problem import Problem
 from sweeping.reference import make_optimizer
 from sweeping.subjects import Subject, loss_of
 

@@ -12,24 +12,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.platforms import check_platform
+from memfit.core.errors import check_platform
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit import arena, communicator, losses, parameter_server, sinks
-    from memfit.api import (
-        Job,
-        MemfitEma,
-        Parts,
-        ResumableLoader,
-        StepResult,
-        empty,
-        first_batch,
-        fit,
-        infer,
-        profile,
-        verify,
-    )
     from memfit.core.errors import (
         AwayError,
         DoesNotFitError,
@@ -47,9 +34,18 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memfit.core.plan import Plan
-    from memfit.core.planning_state import is_planning, is_tracing
+    from memfit.core.process_state import is_planning, is_tracing
+    from memfit.job.ema import MemfitEma
+    from memfit.job.equivalence import verify
+    from memfit.job.fit import empty, fit, profile
+    from memfit.job.inference import infer
+    from memfit.job.job import Job
+    from memfit.job.loader import ResumableLoader
+    from memfit.job.results import StepResult
+    from memfit.planner.first_batch import first_batch
     from memfit.tensors.random_streams import microbatch_streams
     from memfit.tensors.with_frozen import WithFrozen
+    from memfit.trace.batch import Parts
 
 check_platform(sys.platform)
 __version__ = VERSION
@@ -57,18 +53,18 @@ __version__ = VERSION
 _ORIGINS = {
     "AwayError": "memfit.core.errors",
     "DoesNotFitError": "memfit.core.errors",
-    "Job": "memfit.api",
+    "Job": "memfit.job.job",
     "LimitBreachError": "memfit.core.errors",
-    "MemfitEma": "memfit.api",
+    "MemfitEma": "memfit.job.ema",
     "MemfitError": "memfit.core.errors",
     "MemfitWarning": "memfit.core.errors",
     "PeerError": "memfit.core.errors",
     "Plan": "memfit.core.plan",
     "PlanError": "memfit.core.errors",
     "PlatformError": "memfit.core.errors",
-    "Parts": "memfit.api",
-    "ResumableLoader": "memfit.api",
-    "StepResult": "memfit.api",
+    "Parts": "memfit.trace.batch",
+    "ResumableLoader": "memfit.job.loader",
+    "StepResult": "memfit.job.results",
     "StoreError": "memfit.core.errors",
     "StoreInUseError": "memfit.core.errors",
     "TierUnavailableError": "memfit.core.errors",
@@ -76,15 +72,15 @@ _ORIGINS = {
     "UnsupportedError": "memfit.core.errors",
     "UsageError": "memfit.core.errors",
     "WithFrozen": "memfit.tensors.with_frozen",
-    "empty": "memfit.api",
-    "first_batch": "memfit.api",
-    "fit": "memfit.api",
-    "infer": "memfit.api",
-    "is_planning": "memfit.core.planning_state",
-    "is_tracing": "memfit.core.planning_state",
+    "empty": "memfit.job.fit",
+    "first_batch": "memfit.planner.first_batch",
+    "fit": "memfit.job.fit",
+    "infer": "memfit.job.inference",
+    "is_planning": "memfit.core.process_state",
+    "is_tracing": "memfit.core.process_state",
     "microbatch_streams": "memfit.tensors.random_streams",
-    "profile": "memfit.api",
-    "verify": "memfit.api",
+    "profile": "memfit.job.fit",
+    "verify": "memfit.job.equivalence",
 }
 
 __all__ = [

@@ -6,6 +6,6 @@
 In: `torchrun`, or a process group of the program's own. Out: a `Communicator`.
 """
 
-from memfit.distributed.collectives import Communicator, Pending, create
+from memfit.mesh.collectives import Communicator, Pending, create
 
 __all__ = ["Communicator", "Pending", "create"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.core.errors import UsageError
-from memfit.huggingface.causal_loss import chunked_cross_entropy as _linear_cross_entropy
+from memfit.engine.causal_loss import chunked_cross_entropy as _linear_cross_entropy
 
 __all__ = ["chunked_cross_entropy"]
 

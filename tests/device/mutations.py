@@ -213,7 +213,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is used at its calls before it has come",
-        where="memfit.engine.visits:Visits.ensure",
+        where="memfit.engine.update_phase:Visits.ensure",
         take="block.wait()",
         put="pass",
         tests=[MOVES.format("ensure")],
@@ -221,7 +221,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is fetched while it is updated",
-        where="memfit.engine.visits:Visits.fetch",
+        where="memfit.engine.update_phase:Visits.fetch",
         take="self._wait_for_update(b)",
         put="pass",
         tests=[MOVES.format("fetch")],
@@ -229,7 +229,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is released while it is updated",
-        where="memfit.engine.visits:Visits.release",
+        where="memfit.engine.update_phase:Visits.release",
         take="self._wait_on_device(b)",
         put="pass",
         tests=[MOVES.format("release")],
@@ -237,7 +237,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block that is needed at once is fetched while it is updated",
-        where="memfit.engine.visits:Visits.ensure",
+        where="memfit.engine.update_phase:Visits.ensure",
         take="self._wait_for_update(b)",
         put="pass",
         tests=[MOVES.format("ensure")],
@@ -412,7 +412,7 @@ UPDATES = (
     ),
     Mutation(
         says="split masters are joined before their pieces have come",
-        where="memfit.homes.split_masters:SplitMasters._read",
+        where="memfit.homes.masters:SplitMasters._read",
         take="TransferGroup(coming)",
         put="TransferGroup([])",
         tests=[TRAVELS.format("split-host")],
@@ -421,7 +421,7 @@ UPDATES = (
     ),
     Mutation(
         says="differences of split masters go home without one waiting for the other",
-        where="memfit.homes.split_masters:SplitMasters.write",
+        where="memfit.homes.masters:SplitMasters.write",
         take="TransferGroup(handles).wait()",
         put="pass",
         tests=[TRAVELS.format("split-host")],
@@ -441,14 +441,14 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors are used before they have come back",
-        where="memfit.activations.offload:MovedStorage.bring",
+        where="memfit.engine.offload:MovedStorage.bring",
         take="self._transfer.wait()",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
     ),
     Mutation(
         says="saved tensors are given up before they have left",
-        where="memfit.activations.offload:MovedStorage.drop",
+        where="memfit.engine.offload:MovedStorage.drop",
         take="self._rest.wait()",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
@@ -456,7 +456,7 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors that come back when nobody needs them are freed under the copy",
-        where="memfit.activations.offload:MovedStorage.__del__",
+        where="memfit.engine.offload:MovedStorage.__del__",
         take="self._transfer.wait()",
         put="pass",
         tests=[NOBODY.format("back")],
@@ -464,7 +464,7 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors that leave when nobody needs them are freed under the copy",
-        where="memfit.activations.offload:MovedStorage.__del__",
+        where="memfit.engine.offload:MovedStorage.__del__",
         take="self._rest.wait()",
         put="pass",
         tests=[NOBODY.format("away")],
@@ -585,7 +585,7 @@ SAVED = (
 THREADS = (
     Mutation(
         says="losses on the CPU are roots of the joint backward",
-        where="memfit.engine.crossing:differentiate_on_host",
+        where="memfit.engine.backward:differentiate_on_host",
         take="if not _is_on_host(loss.grad_fn):",
         put="if True:",
         tests=[LOSS_ON_CPU],
@@ -593,7 +593,7 @@ THREADS = (
     ),
     Mutation(
         says="detours over the CPU are let through",
-        where="memfit.engine.crossing:refuse_detours",
+        where="memfit.engine.backward:refuse_detours",
         take="if _is_on_host(node):",
         put="if False:",
         tests=[ORDER + "a_detour_over_the_cpu_is_refused_for_microbatches_that_take_turns[late]"],
@@ -602,21 +602,21 @@ THREADS = (
     ),
     Mutation(
         says="recomputation has the context variables of autograd's thread",
-        where="memfit.activations.surroundings:Surroundings.run",
+        where="memfit.engine.surroundings:Surroundings.run",
         take="self._context.copy().run(call, *args, **kwargs)",
         put="call(*args, **kwargs)",
         tests=[VARIABLES],
     ),
     Mutation(
         says="recomputation draws other random numbers on the device",
-        where="memfit.activations.surroundings:_random_states",
+        where="memfit.engine.surroundings:_random_states",
         take="if devices.is_accelerator(device):",
         put="if False:",
         tests=[PLAIN.format("1-recompute-host")],
     ),
     Mutation(
         says="recomputation has the autocast of autograd's thread",
-        where="memfit.activations.surroundings:Switches.restored",
+        where="memfit.engine.surroundings:Switches.restored",
         take="for kind, is_enabled, dtype in self.autocast:",
         put="for kind, is_enabled, dtype in ():",
         tests=[ORDER + "recomputation_in_the_device_thread_meets_the_users_autocast[late]"],
@@ -651,7 +651,7 @@ THREADS = (
 LIMITS = (
     Mutation(
         says="a job's limit outlives it",
-        where="memfit.job.hard_limit:_lift_limit",
+        where="memfit.machine.hard_limit:_lift_limit",
         take="meter.set_limit(None)",
         put="pass",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],
@@ -659,7 +659,7 @@ LIMITS = (
     ),
     Mutation(
         says="a job lifts another's limit",
-        where="memfit.job.hard_limit:_lift_limit",
+        where="memfit.machine.hard_limit:_lift_limit",
         take="if meter.limit_bytes() == limit_bytes:",
         put="if True:",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],
@@ -667,7 +667,7 @@ LIMITS = (
     ),
     Mutation(
         says="the pool of loading counts in the proof",
-        where="memfit.job.machine:Machine.forget_peak",
+        where="memfit.machine.machine:Machine.forget_peak",
         take="if isinstance(self.meter, AcceleratorMeter):",
         put="if False:",
         tests=[ORDER + "the_proof_does_not_count_what_loading_held[late]"],
@@ -675,7 +675,7 @@ LIMITS = (
     ),
     Mutation(
         says="the probes' matrices are as large as a small limit",
-        where="memfit.job.probing:_probe_flops",
+        where="memfit.machine.probing:_probe_flops",
         take="_PROBE_DEVICE_SIZE if",
         put="6144 if",
         tests=[WAITS + "probes_fit_the_reserve_of_every_plan[late]"],
@@ -686,7 +686,7 @@ LIMITS = (
 HOST = (
     Mutation(
         says="a save reads pinned memory under its copies",
-        where="memfit.files.saved_files:wait_for_updates",
+        where="memfit.files.names:wait_for_updates",
         take="devices.of(device).synchronize(device)",
         put="pass",
         tests=[WAITS + "a_save_has_what_the_step_before_it_wrote[late]"],
@@ -695,7 +695,7 @@ HOST = (
     ),
     Mutation(
         says="a commit reads pinned memory under its copies",
-        where="memfit.checkpoints.copies:StoreCopies._wait_for_copies",
+        where="memfit.runs.schemes:StoreCopies._wait_for_copies",
         take="if devices.is_accelerator(self._device):",
         put="if False:",
         tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
@@ -704,7 +704,7 @@ HOST = (
     ),
     Mutation(
         says="committed values are read into pinned memory under copies of the update that failed",
-        where="memfit.checkpoints.copies:StoreCopies.restore_block",
+        where="memfit.runs.schemes:StoreCopies.restore_block",
         take="self._wait_for_copies()",
         put="pass",
         tests=[WAITS + "a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed[late]"],
@@ -725,21 +725,21 @@ HOST = (
 CACHES = (
     Mutation(
         says="keys and values are used before they have come",
-        where="memfit.huggingface.cache_records:CacheRecord.wait",
+        where="memfit.engine.caches:CacheRecord.wait",
         take="self._coming.pop().wait()",
         put="self._coming.pop()",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
     ),
     Mutation(
         says="keys and values are given up before they have left",
-        where="memfit.huggingface.cache_records:CacheRecord.leave",
+        where="memfit.engine.caches:CacheRecord.leave",
         take="self._rests[storage._cdata][2].wait()",
         put="pass",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
     ),
     Mutation(
         says="a page of keys and values is given up before it has left",
-        where="memfit.huggingface.cache_records:CacheRecord._write_rows",
+        where="memfit.engine.caches:CacheRecord._write_rows",
         take="if pages.rests:",
         put="if False:",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
@@ -747,7 +747,7 @@ CACHES = (
     ),
     Mutation(
         says="the last page of keys and values is given up before it has left",
-        where="memfit.huggingface.cache_records:CacheRecord._write_rows",
+        where="memfit.engine.caches:CacheRecord._write_rows",
         take="pages.rests[-1].wait()\n    pages.rows = rows",
         put="pages.rows = rows",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
@@ -755,7 +755,7 @@ CACHES = (
     ),
     Mutation(
         says="caches that are closed are used before they have come",
-        where="memfit.huggingface.caches:OffloadedCaches.close",
+        where="memfit.engine.caches:OffloadedCaches.close",
         take="record.wait()",
         put="pass",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
@@ -813,7 +813,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="a pinned piece is used again before its copy is done",
-        where="memfit.homes.pinned_ring:PinnedRing.take",
+        where="memfit.homes.staging:PinnedRing.take",
         take="piece.busy.join()",
         put="pass",
         tests=[UPDATED + "steps_of_one_block_with_masters_are_those_of_masters_in_fp32[late-device, whole]"],
@@ -836,7 +836,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="pinned pieces are freed under their copies",
-        where="memfit.homes.pinned_ring:PinnedRing.close",
+        where="memfit.homes.staging:PinnedRing.close",
         take="piece.busy.join()",
         put="pass",
         tests=[UPDATED + "pinned_pieces_are_freed_when_their_copies_are_done[late-device, whole]"],
@@ -851,7 +851,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="a master is made of a weight on the host while copies into its home are under way",
-        where="memfit.homes.rounded:RoundedMasters.read",
+        where="memfit.homes.masters:RoundedMasters.read",
         take="handles.append(TransferThen(DONE, partial(target.copy_, resting)))",
         put="target.copy_(resting)",
         tests=[UPDATED + "a_master_is_made_of_a_weight_on_the_host_when_that_has_come[late-host, rounded]"],

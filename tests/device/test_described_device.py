@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.api.advise import advise
-from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.machines import read_hardware
+from memfit.core.hardware import read_hardware
+from memfit.core.limits import DEVICE_RESERVE_BYTES, MIB
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
+from memfit.planner.advise import advise
 
 
 def build(where: torch.device | str) -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.Tensor]:

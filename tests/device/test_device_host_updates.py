@@ -20,28 +20,26 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.allocator import install
 from memfit.core.layout import MOVED_PIECES
+from memfit.core.limits import MIB
 from memfit.core.numerics import check_exact, declare, regroups_sums
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.schedule import Clear, Commit, Update
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
+from memfit.devices.binding import install
 from memfit.engine.update_phase import UpdatePhase
 from memfit.homes import MemoryHome
 from memfit.homes.gradients import GradientHomes
+from memfit.homes.masters import RoundedMasters, SplitMasters, rest_nbytes
 from memfit.homes.optimizer_states import BlockStates
-from memfit.homes.pinned_ring import PinnedRing
-from memfit.homes.rounded import RoundedMasters
-from memfit.homes.split_masters import SplitMasters, rest_nbytes
+from memfit.homes.staging import PinnedRing
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
-from memfit.job.plan_checks import check_meaning
 from memfit.optimizers import OptimizerDriver
-from memfit.scheduling.lower import lower
+from memfit.planner.plan_checks import check_meaning
+from memfit.step.lower import lower
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 from memfit.tensors.trees import bytes_view, typed_view
 

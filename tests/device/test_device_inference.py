@@ -13,7 +13,7 @@ from equivalence import test_inference, zoo
 from equivalence.carried import Way, carry
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.huggingface import cache_records
+from memfit.engine import caches
 
 VOCABULARY, WIDTH = 96, 64
 
@@ -76,7 +76,7 @@ def test_generation_on_a_device_gives_the_tokens_of_transformers(
 def test_generation_of_the_zoo_on_a_device_gives_the_tokens_of_transformers_there(
     name: str, number: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_records, "PAGE_BYTES", 256)  # several pages a layer
+    monkeypatch.setattr(caches, "PAGE_BYTES", 256)  # several pages a layer
     way = Way.numbered(number)
     there = way.device(device)
     plain, ours = (carry(test_inference.spread(zoo.ZOO[name]().model), there) for _ in range(2))

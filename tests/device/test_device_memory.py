@@ -22,12 +22,12 @@ from equivalence import plans
 from memfit import devices
 from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memory.subjects import gpt2
 
 MIB = 1 << 20

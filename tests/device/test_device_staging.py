@@ -18,9 +18,9 @@ from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.homes import DiskHome, Staging
 from memfit.homes.factories import FileFactory
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
-from memfit.scheduling.sizes import STAGING_BYTES
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.step.sizes import STAGING_BYTES
 from memfit.store import DiskStore, Region, RegionSpec
 from memfit.tensors.trees import bytes_view, new_storage
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.homes.split_masters import join, split
+from memfit.homes.masters import join, split
 
 ROWS, WIDTH, LAYERS, STEPS = 128, 128, 3, 2
 

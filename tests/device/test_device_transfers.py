@@ -20,7 +20,7 @@ from torch import nn
 import memfit
 from memfit import devices
 from memfit.core.plan import BlockPlan, Order, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 from memfit.homes import DONE, DiskHome, MemoryHome, TransferGroup, TransferHandle
 from memfit.homes.weights import BlockWeights

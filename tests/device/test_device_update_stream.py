@@ -28,8 +28,8 @@ from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker, _SubmittedUpdate
 from memfit.homes.weights import BlockWeights
 from memfit.optimizers import OptimizerDriver
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 NUMBERS, PIECE = 20_003, 4096
 AWAY = BlockPlan(state_home=Tier.HOST)

@@ -20,24 +20,22 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.activations import Offloader
-from memfit.core.limits import DEVICE_RESERVE_BYTES
+from memfit.core.limits import DEVICE_RESERVE_BYTES, MIB
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Clear, Commit
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
-from memfit.engine.update_phase import UpdatePhase
-from memfit.engine.visits import Visits
+from memfit.engine.caches import OffloadedCaches
+from memfit.engine.offload import Offloader
+from memfit.engine.update_phase import UpdatePhase, Visits
 from memfit.homes import ByteHome
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.homes.staging import Staged, Staging
 from memfit.homes.update_pieces import PieceUpdates, Travel
 from memfit.homes.updates import Gate, UpdateWorker
-from memfit.huggingface.caches import OffloadedCaches
-from memfit.job import hard_limit, probing
 from memfit.job.loading import _restore_random
+from memfit.machine import hard_limit, probing
+from memfit.machine.meters import AcceleratorMeter
 from memfit.store import DiskIO, ScratchFile
-from memfit.verification.meters import AcceleratorMeter
 
 NUMBERS = 1 << 18
 
@@ -227,7 +225,7 @@ def test_a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed(
 ) -> None:
     from transformers import DynamicCache
 
-    monkeypatch.setattr("memfit.huggingface.cache_records.PAGE_BYTES", 32 << 10)  # two pages a token
+    monkeypatch.setattr("memfit.engine.caches.PAGE_BYTES", 32 << 10)  # two pages a token
     store = HostPool(device, stream=devices.of(device).new_stream(device))
     caches, cache = OffloadedCaches(store, 0), DynamicCache()
     parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}

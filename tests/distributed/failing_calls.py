@@ -17,8 +17,8 @@ import memfit
 from distributed.processes import begin_group
 from memfit import parameter_server
 from memfit.communicator import create
-from memfit.distributed.agreement import agree
-from memfit.distributed.rank_group import open_group
+from memfit.mesh.agreement import agree
+from memfit.mesh.rank_group import open_group
 
 
 def one_fails(rank: int, size: int, how: str) -> tuple[str, str]:

@@ -11,11 +11,11 @@ import torch
 import memfit
 from distributed.training import OPTIMIZERS, Tower, accumulated, batch_of, build, loss, same, weights_of
 from memfit.core.errors import MemfitError
+from memfit.core.layout import Share
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
-from memfit.core.shares import Share
 from memfit.core.tiers import Tier
-from memfit.profiling.blocks import find_blocks
+from memfit.trace.blocks import find_blocks
 
 STEPS = 2
 # Weights, gradients, states: what is cut of one is cut of those behind it.

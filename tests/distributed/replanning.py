@@ -15,8 +15,8 @@ import torch
 import memfit
 from distributed.storing import ROWS, rows_of
 from distributed.training import OPTIMIZERS, build, differing_from, loss, plan_for
-from memfit.checkpoints.checkpointer import RunCheckpointer
-from memfit.checkpoints.rank_stores import RankRunStore
+from memfit.runs.checkpointer import RunCheckpointer
+from memfit.runs.rank_stores import RankRunStore
 
 LARGE = 200 << 20
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import memfit
 from distributed.training import OPTIMIZERS, accumulated, batch_of, build, loss, same, weights_of
-from memfit.allocator import install
+from memfit.devices.binding import install
 from memfit.store import FileOperations
 
 
@@ -139,7 +139,7 @@ def killed(rank: int, size: int, staleness: int, home: str) -> list[Any]:
 
 
 def _die_while_sending(server: Any, gradient: torch.Tensor) -> None:
-    from memfit.parameter_server.pairs import PIECE_BYTES, Ask, Head
+    from memfit.job.served import PIECE_BYTES, Ask, Head
 
     pair = server._side._links[0]._pair
     pair.send_head(Head(Ask.PUSH, 1, has_bytes=True))

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from distributed.processes import RankFailedError, Ranks
-from memfit.checkpoints.rank_record import RankRecord, find_record
 from memfit.core.errors import StoreError
-from memfit.job.exporting import export_run, remove_run, verify_run
+from memfit.runs.exporting import export_run, remove_run, verify_run
+from memfit.runs.rank_record import RankRecord, find_record
 from memfit.store import CommittedStore, FileOperations, RegionSpec
 from memfit.store.directory import read_manifest_file
 from memfit.store.manifest import write_manifest

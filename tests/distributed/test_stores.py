@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from distributed.processes import RankFailedError, Ranks
 from distributed.training import same
 from memfit.core.errors import StoreError
-from memfit.job.exporting import export_run, remove_run, verify_run
+from memfit.runs.exporting import export_run, remove_run, verify_run
 
 GO_ON = "distributed.storing:go_on"
 LONG_S = 100.0  # longer than a test may wait: nothing here is ended by a timeout

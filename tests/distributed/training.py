@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 import memfit
-from memfit.allocator import Allocator, install
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.distributed.rank_group import RankGroup
-from memfit.planning.over_ranks_plans import share_out
-from memfit.profiling.blocks import find_blocks
+from memfit.devices.binding import Allocator, install
+from memfit.mesh.rank_group import RankGroup
+from memfit.planner.search.over_ranks_plans import share_out
 from memfit.store import FileOperations
+from memfit.trace.blocks import find_blocks
 
 ROWS = 6
 WIDTH = 72

@@ -29,9 +29,9 @@ from equivalence.drawn_jobs import draw_job, train_under
 from equivalence.plain import adamw
 from equivalence.random_modules import ModelSpec, make_case
 from equivalence.with_memfit import Traces, fit_with, profile_by_name, traced_once
-from memfit.activations import Offloader
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
+from memfit.engine.offload import Offloader
 
 AWAY = (Tier.DISK, Tier.HOST)
 _traces: Traces = {}

@@ -11,7 +11,7 @@ import torch
 
 from equivalence.compare import JobLike, MakeJob
 from equivalence.zoo import Case
-from memfit.core.timeline import Timeline
+from memfit.core.step import Timeline
 from memfit.engine.measured_step import ByteMeter, StepRecorder
 
 

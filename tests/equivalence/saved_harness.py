@@ -16,10 +16,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
 from memfit.core.plan import CallPlan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from memfit.engine.frames import CallSite, Frame, make_frame
+from memfit.engine.offload import Offloader
+from memfit.engine.recompute import SegmentGroup
+from memfit.engine.writes import Writes
 from memfit.homes.offloaded import HostPool, ScratchPool
 from memfit.store import DiskIO, ScratchFile
 

@@ -16,7 +16,7 @@ from equivalence.plain import adamw
 from equivalence.with_memfit import fit_case, fit_with, profile_of
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Order, Plan
-from memfit.huggingface.noop_cache import asks_for_caches
+from memfit.engine.caches import asks_for_caches
 
 pytestmark = pytest.mark.slow
 

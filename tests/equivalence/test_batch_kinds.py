@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import memfit
-from memfit.api import deciding
-from memfit.api.advise import advise
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import Order, Plan
+from memfit.job import deciding
+from memfit.planner.advise import advise
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -20,11 +20,11 @@ from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import TIERS, Tier
 from memfit.job.loading import load
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 ARCHITECTURES = ("gpt2", "llama", "mixtral", "t5", "bert")
 BF16 = ComputeDtype.BFLOAT16

@@ -17,7 +17,7 @@ import memfit
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import BlockPlan, Order, Plan
 from memfit.core.tiers import Tier
-from memfit.planning.candidates import list_candidates
+from memfit.planner.search.candidates import list_candidates
 
 WIDTH = 8
 

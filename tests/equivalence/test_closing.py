@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence.compare import same_bits
-from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, TierUnavailableError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
+from memfit.devices.binding import Allocator, install
 from memfit.tensors.guard import is_away
 
 WIDTH, LAYERS = 512, 12

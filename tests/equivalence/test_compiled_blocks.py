@@ -16,16 +16,16 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 import memfit
-from memfit.allocator import install
 from memfit.core.compiled_calls import CompiledBytes, CompiledShare, at_shares
 from memfit.core.errors import MemfitWarning, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.job import compiled_blocks
-from memfit.job.block_costs import BlockCost
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.devices.binding import install
+from memfit.planner import compiled_blocks
+from memfit.planner.compiled_blocks import BlockCost
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memory.measured_steps import Interval, measure_step
 from unit.profiles import gpt_profile
 

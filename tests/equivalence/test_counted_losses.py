@@ -16,7 +16,7 @@ import memfit
 from equivalence import plans
 from memfit.core.errors import UsageError
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 
 ROWS, WIDTH, CLASSES, STEPS = 6, 8, 4, 3
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]]

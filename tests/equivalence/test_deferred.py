@@ -17,8 +17,8 @@ from equivalence.compare import assert_equal_training, same_bits
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_case, fit_variant
 from memfit.core.errors import AwayError, StoreError, UsageError
-from memfit.deferred import build_empty, find_origins
-from memfit.deferred import recording as recorder
+from memfit.files import recording as recorder
+from memfit.files.origin import build_empty, find_origins
 from memfit.tensors.guard import is_away
 
 
@@ -262,7 +262,7 @@ def test_optimizer_states_go_into_a_model_built_empty_and_training_goes_on(
 ) -> None:
     from equivalence.with_memfit import profile_by_name
     from memfit.core.plan import Plan
-    from memfit.core.precision import ComputeDtype
+    from memfit.core.storage_formats import ComputeDtype
 
     plan = Plan(
         blocks=plans.on_disk(profile_by_name("gpt2")),

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence.compare import same_bits
-from memfit.allocator import install
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
+from memfit.devices.binding import install
 from memfit.store import Region
 from memfit.tensors.guard import is_away
 

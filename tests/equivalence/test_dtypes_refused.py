@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 
 WIDTH, ROWS = 8, 4
 

@@ -13,9 +13,9 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_case, fit_variant, fit_with, profile_of
-from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
+from memfit.devices.binding import Allocator, install
 
 NAME = "kwargs"
 

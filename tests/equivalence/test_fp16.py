@@ -14,10 +14,10 @@ import memfit
 from equivalence import plans
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.schedule import Schedule
+from memfit.core.storage_formats import ComputeDtype
 from memfit.engine.loss_scaling import LossScaler
-from memfit.scheduling.build import build_step
+from memfit.step.build import build_step
 from unit.checking import check_schedule
 
 FP16 = ComputeDtype.FLOAT16

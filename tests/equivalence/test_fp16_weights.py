@@ -12,16 +12,15 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.test_fp16 import Net, adamw, batch, build, loss_of, scaler_state
-from memfit.api.advise import advise
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.advise import advise
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 FP16 = ComputeDtype.FLOAT16_WEIGHTS
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence.beside_plain import same_bits_beside_plain
-from memfit.allocator import install
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
-from memfit.core.frozen_formats import FrozenFormat
+from memfit.core.format_catalog import find_format
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.storage_formats import FrozenFormat
 from memfit.core.tiers import Tier
-from memfit.formats import find_format
+from memfit.devices.binding import install
 from memfit.homes.encoded_weights import decode, encode
 
 WIDTH, WORDS = 64, 11

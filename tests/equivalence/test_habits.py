@@ -27,7 +27,7 @@ from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.candidates import list_candidates
+from memfit.planner.search.candidates import list_candidates
 
 # What hangs on the model
 

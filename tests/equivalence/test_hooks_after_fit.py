@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 WIDTH = 16

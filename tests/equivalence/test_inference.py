@@ -17,9 +17,9 @@ from equivalence.test_deferred import built_empty
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.huggingface import cache_records
+from memfit.engine import caches
 from memfit.tensors.guard import is_away
 
 GENERATING = ("gpt2", "llama", "mixtral", "t5")
@@ -151,7 +151,7 @@ def say(model: Any, number: int, how: str) -> Tensor:
 def test_caches_that_travel_and_requests_together_give_the_tokens_of_transformers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_records, "PAGE_BYTES", 256)  # several pages a layer
+    monkeypatch.setattr(caches, "PAGE_BYTES", 256)  # several pages a layer
     plain, ours = spread(zoo.ZOO[name]().model).eval(), spread(zoo.ZOO[name]().model)
     with memfit.infer(ours, cache_limit=0) as session:
         for how in ("greedy", "sampled", "beams"):

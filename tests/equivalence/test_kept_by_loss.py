@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Order, Plan
-from memfit.profiling.program_state import ProgramState, untouched_program
+from memfit.trace.program_state import ProgramState, untouched_program
 
 WIDTH, ROWS, STEPS = 8, 8, 2
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -18,7 +18,7 @@ from equivalence.test_deferred import assert_same_model, built_empty, fit_from
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.huggingface.conversions import file_tensors, loading_conversions
+from memfit.engine.conversions import file_tensors, loading_conversions
 from memfit.job.loading import load
 from memfit.tensors.guard import is_away
 

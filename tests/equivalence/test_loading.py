@@ -18,7 +18,7 @@ from equivalence.test_deferred import assert_same_model, built_empty, fit_from
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 
 
 def _on_disk(**more: Any) -> Plan:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.core.plan import Plan
-from memfit.planning.candidates import find_tail
+from memfit.planner.search.candidates import find_tail
 
 
 class HandTied(nn.Module):

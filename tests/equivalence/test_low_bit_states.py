@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.errors import PlanError, UsageError
+from memfit.core.format_catalog import BlockFormat, find_format
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import BlockPlan, Order, Plan
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import StateFormat
 from memfit.core.tiers import Tier
-from memfit.formats import BlockFormat, find_format
 from memfit.homes import update_pieces
 from memfit.job import loading
 from memfit.tensors.noise import RoundingNoise
@@ -253,8 +253,8 @@ def test_bytes_at_home_and_moved_are_those_that_are_predicted(chosen: StateForma
         read, written = (dict(moved) for moved in job.bytes_moved)
         job.step(batch(1))
         after_read, after_written = job.bytes_moved
-        from memfit.prediction.predict import predict
-        from memfit.scheduling.lower import lower
+        from memfit.step.lower import lower
+        from memfit.step.predict import predict
 
         timeline = predict(lower(job.schedule, job.plan, job.profile))
         expected = sum(

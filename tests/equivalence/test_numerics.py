@@ -20,9 +20,9 @@ from memfit.core.numerics import Exactness, declare
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
-from memfit.job.problem import Problem, driver_of
-from memfit.planning.candidates import find_tail, list_candidates
-from memfit.profiling.blocks import find_blocks
+from memfit.planner.problem import Problem, driver_of
+from memfit.planner.search.candidates import find_tail, list_candidates
+from memfit.trace.blocks import find_blocks
 
 ROWS, WIDTH = 6, 16
 COUNTS = (1, 2, 3)

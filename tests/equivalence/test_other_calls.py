@@ -15,7 +15,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.job.preparing import for_other_calls
+from memfit.planner.preparing import for_other_calls
 
 
 class Picking(nn.Module):

@@ -12,13 +12,13 @@ import torch
 import memfit
 from equivalence.line_loops import BLOCKS, WIDTH, WORDS, Run, Words, batch, check_equal, loss_of
 from faults.tower import Tower, adamw, loss
-from memfit.allocator import install
 from memfit.core.errors import DoesNotFitError
+from memfit.core.limits import MIB
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
-from memfit.job.preparing import prepare
+from memfit.devices.binding import install
+from memfit.planner.preparing import prepare
 
 TOWER = Tower(width=64)
 
@@ -82,7 +82,7 @@ def _untied() -> Words:
 
 def test_behind_some_lengths_of_a_bucket_no_other_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some: ten, here three, of which the sample's is one."""
-    monkeypatch.setattr("memfit.job.buckets.ENOUGH", 3)
+    monkeypatch.setattr("memfit.planner.preparing.ENOUGH", 3)
     lengths = [16, 5, 9, 3, 12, 1, 17, 5]
     ours, theirs = Run.new(_untied), Run.new(_untied)
     for index, length in enumerate(lengths):
@@ -102,7 +102,7 @@ def test_behind_some_lengths_of_a_bucket_no_other_is_traced(monkeypatch: pytest.
         traced.append(sample.shape[1])
         return prepare(setup, plan, sample, **options)
 
-    monkeypatch.setattr("memfit.job.preparing.prepare", noted)
+    monkeypatch.setattr("memfit.planner.preparing.prepare", noted)
     with memfit.fit(ours.model, ours.optimizer, loss_of, batch(0, length=16), plan=given) as job:
         found = [job.step(batch(index, length=length)) for index, length in enumerate(lengths)]
     assert traced == [5, 9, 17]  # the last is longer than all

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.advise import advise
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
+from memfit.planner.advise import advise
 
 WIDTH, LAYERS = 16, 3
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 import memfit
 from equivalence import plans
-from memfit.api.advise import advise
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import CallPlan, Order, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.job.problem import Problem
+from memfit.planner.advise import advise
+from memfit.planner.problem import Problem
 
 WIDTH, ROWS = 24, 8
 MACHINE = Hardware(
@@ -207,7 +207,7 @@ def test_a_step_that_reads_something_else_than_was_guessed_is_right_and_told() -
 def test_shapes_that_alternate_are_planned_for_once_each_and_a_bounded_number_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memfit.job.preparing._SHAPES", 3)
+    monkeypatch.setattr("memfit.planner.preparing._SHAPES", 3)
     traced: list[int] = []
     plain = Problem.profile_for
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
 from memfit.homes import update_pieces
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memfit.tensors.noise import RoundingNoise
 
 WIDTH = 72

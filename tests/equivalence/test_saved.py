@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from equivalence.saved_harness import POLICIES, Driver, Loss, make_offloader, run_driven, run_plain
-from memfit.activations import Offloader
+from memfit.engine.offload import Offloader
 
 
 @pytest.fixture

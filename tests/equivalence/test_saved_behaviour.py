@@ -35,9 +35,12 @@ from equivalence.saved_harness import (
     run_plain,
     under,
 )
-from memfit.activations import CallSite, Offloader, SegmentGroup, frames, make_frame
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import CallPlan
+from memfit.engine import frames
+from memfit.engine.frames import CallSite, make_frame
+from memfit.engine.offload import Offloader
+from memfit.engine.recompute import SegmentGroup
 
 SINGLE = ["recompute", "select", "offload to disk", "boundary away"]
 

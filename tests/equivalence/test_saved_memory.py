@@ -29,9 +29,9 @@ from equivalence.saved_harness import (
     make_offloader,
     under,
 )
-from memfit.activations import Offloader
 from memfit.core.errors import StoreError
 from memfit.core.tiers import Tier
+from memfit.engine.offload import Offloader
 from memfit.homes import ByteHome, Staging, TransferHandle, TransferThen
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.store import DiskIO, ScratchFile

@@ -21,8 +21,8 @@ from equivalence.saved_harness import (
     run_plain,
     under,
 )
-from memfit.activations import Offloader
 from memfit.core.errors import UnsupportedError
+from memfit.engine.offload import Offloader
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 import memfit
 from equivalence.saved_harness import JOINED_SELECT, SELECT, WRITES, Driver
-from memfit.activations.frames import RecomputedFrame
 from memfit.core.operators import policies_that_keep
 from memfit.core.saved_policies import Saved
+from memfit.engine.frames import RecomputedFrame
 
 WIDTH = 16
 

@@ -16,12 +16,12 @@ from equivalence.plain import adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.homes.split_masters import SplitMasters
+from memfit.homes.masters import SplitMasters
 from memfit.job.loading import load
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 BF16 = ComputeDtype.BFLOAT16
 

@@ -17,14 +17,14 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_with, profile_by_name
-from memfit.activations import Offloader
-from memfit.allocator import Allocator, install
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.planner import choose_plan
+from memfit.devices.binding import Allocator, install
+from memfit.engine.offload import Offloader
+from memfit.planner.search.planner import choose_plan
 from unit.test_mixing import card
 
 HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE

@@ -22,8 +22,8 @@ from equivalence.with_memfit import fit_case, fit_with, profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import MemfitWarning, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 WIDTH, WORDS, ROWS = 16, 23, 6

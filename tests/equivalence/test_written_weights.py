@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)

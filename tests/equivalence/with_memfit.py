@@ -19,10 +19,10 @@ from equivalence import plans, zoo
 from equivalence.compare import JobLike, MakeJob
 from equivalence.plain import MakeOptimizer, adamw
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.huggingface.noop_cache import CacheUse
-from memfit.job.problem import Problem
+from memfit.core.storage_formats import ComputeDtype
+from memfit.engine.caches import CacheUse
+from memfit.planner.problem import Problem
 
 ADAMW = adamw()
 

@@ -1,8 +1,8 @@
 """An action that memfit does not have: what it takes to add one that waits.
 
-In `src` two files would change, and this test stands in for them: `core/schedule.py`, which says its text and what it waits for, and `scheduling/build.py`, which
+In `src` two files would change, and this test stands in for them: `core/schedule.py`, which says its text and what it waits for, and `step/build.py`, which
 says where it stands. Checker, lowering, prediction, engine and the measured timeline know it by what it says of itself. One that does something new to
-bytes or links is one more entry in `scheduling/lower.py`, one that does something new to the model one more in `engine/run.py`: what is priced and what
+bytes or links is one more entry in `step/lower.py`, one that does something new to the model one more in `engine/run.py`: what is priced and what
 is done are rooms apart, because the one may not import torch.
 """
 
@@ -27,13 +27,13 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Commit, Schedule, Update
 from memfit.core.step import Token
 from memfit.core.tiers import Tier
-from memfit.job import preparing
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner import preparing
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.checking import check_schedule
 
-FILES = ("core/schedule.py", "scheduling/build.py")
+FILES = ("core/schedule.py", "step/build.py")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Settle:
 
 
 def build_with_settles(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
-    """One behind each update. (In `scheduling/build.py`.)"""
+    """One behind each update. (In `step/build.py`.)"""
     built = build_step(plan, profile, clips_norm=clips_norm)
     actions = [a for action in built for a in ([action, Settle()] if isinstance(action, Update) else [action])]
     return replace(built, actions=tuple(actions))  # type: ignore[arg-type]

@@ -18,20 +18,20 @@ from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_with, profile_by_name
 from extending.other_places import LINK, HalvesFactory, Node, NodeFactory, further
-from memfit.activations import Offloader
 from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Accumulate, Schedule
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
+from memfit.engine.offload import Offloader
 from memfit.homes.factories import FurtherTier
-from memfit.planning.planner import choose_plan
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search.planner import choose_plan
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.profiles import gpt_profile
 
 SOURCE = Path(__file__).parents[2] / "src" / "memfit"

@@ -13,18 +13,17 @@ from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_with, profile_of
 from memfit.core.errors import PlanError
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile
-from memfit.core.rates import Rate
 from memfit.core.saved_policies import MATRIX_PRODUCTS_AND_ATTENTION, POLICIES, Policy, Saved
+from memfit.core.step import Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
-from memfit.planning.candidates import list_candidates
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search.candidates import list_candidates
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 WORD, SHARE = "select-linear", 0.7
 MACHINE = Hardware(

@@ -11,7 +11,7 @@ import torch
 
 from faults import small_run
 from memfit.core.plan import Plan
-from memfit.job.exporting import export_run
+from memfit.runs.exporting import export_run
 
 
 @pytest.fixture

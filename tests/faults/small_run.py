@@ -25,10 +25,9 @@ import memfit
 from equivalence import plans
 from memfit.core.numerics import ALLOWANCES
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 29, 32

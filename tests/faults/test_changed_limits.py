@@ -15,8 +15,8 @@ import memfit
 from faults.tower import HARDWARE, Tower, loss
 from memfit.core.errors import DoesNotFitError, MemfitWarning, UsageError
 from memfit.core.hardware import Link
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
-from memfit.core.units import MIB
 
 TOWER = Tower(width=96, layers=6, times=4, dropout=0.0, shape=(1024,))
 LARGE = 200 * MIB

@@ -11,10 +11,9 @@ import memfit
 from faults import small_run
 from memfit.core.numerics import ALLOWANCES
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
-from memfit.scheduling.sizes import commit_bytes
+from memfit.step.sizes import commit_bytes
 
 BF16 = Plan(compute_dtype=ComputeDtype.BFLOAT16)
 PLANS = {

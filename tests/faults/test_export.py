@@ -17,8 +17,8 @@ from faults.small_run import adamw, build, loss, profile
 from memfit.cli import app
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.plan import Plan
-from memfit.job.exporting import export_run, read_registered, remove_run, verify_run
 from memfit.job.loading import load
+from memfit.runs.exporting import export_run, read_registered, remove_run, verify_run
 
 SHARD_BYTES = 60_000
 

@@ -19,7 +19,7 @@ from faults.test_export import train
 from memfit.cli import app
 from memfit.core.errors import StoreError, UsageError
 from memfit.files import dcp
-from memfit.job.exporting import export_run
+from memfit.runs.exporting import export_run
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

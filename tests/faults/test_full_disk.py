@@ -19,10 +19,10 @@ import memfit
 from equivalence import plans
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import StoreError
+from memfit.core.limits import MIB
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
 from memfit.store import FileOperations, verify
 
 FILE_SYSTEMS = {"ext4": (48 * MIB, ("-m", "0")), "xfs": (300 * MIB, ()), "btrfs": (128 * MIB, ())}

@@ -16,13 +16,13 @@ import torch
 
 import memfit
 from faults import small_run
-from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import MemfitError, PlanError, StoreError
 from memfit.core.plan import Plan
 from memfit.files.reader import TensorFile
-from memfit.job.exporting import export_run, read_registered, verify_run
 from memfit.job.loading import load
-from memfit.job.problem import read_plan
+from memfit.planner.problem import read_plan
+from memfit.runs.exporting import export_run, read_registered, verify_run
+from memfit.runs.run_store import RunStore
 
 RUN_FILES = ("manifest.json", "homes-0.bin", "state-0.bin", "state-1.bin", "lock")
 SAVE_FILES = ("model.safetensors", "optimizer.safetensors", "memfit_state.json", "model.safetensors.index.json")

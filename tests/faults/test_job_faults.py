@@ -30,7 +30,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.job.exporting import verify_run
+from memfit.runs.exporting import verify_run
 from memfit.store import FileOperations
 
 TOWER = Tower(width=128)  # hidden values of 64 KiB, from which on saved tensors leave the device

@@ -14,10 +14,9 @@ from faults.small_run import in_format, profile, train
 from faults.test_journal_runs import go_on, killed_at
 from faults.test_resume import assert_same
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.state_formats import StateFormat
-from memfit.planning.journal_rules import journaled
+from memfit.core.storage_formats import ComputeDtype, StateFormat
+from memfit.planner.search.candidates import journaled
 from memfit.store import verify
 
 pytestmark = [

@@ -23,9 +23,9 @@ from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
 from memfit.engine.measured_step import StepRecorder
 from memfit.engine.work import Outcome, StepInput
-from memfit.job.exporting import export_run
+from memfit.runs.exporting import export_run
 from memfit.store import DiskStore, verify
-from memfit.store.os_errors import store_error
+from memfit.store.files import store_error
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

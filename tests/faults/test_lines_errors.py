@@ -16,7 +16,7 @@ import memfit
 from equivalence.line_loops import BLOCKS, PLANS, Run, batch, check_equal, loss_of
 from memfit.core.errors import AwayError, LimitBreachError, MemfitWarning, PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 
 HOMES = ["resident", "gradients on the device", "gradients on disk"]
 

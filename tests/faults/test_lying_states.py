@@ -18,19 +18,19 @@ from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.crash_story import filled
 from faults.journal_story import EVEN, RECORD_BYTES
-from memfit.checkpoints import run_state
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
-from memfit.core.units import MIB
 from memfit.engine.loss_scaling import LossScaler
-from memfit.files.checkpoint import CheckpointFile
+from memfit.files.reader import CheckpointFile
 from memfit.files.trainer import FILE_NAME
-from memfit.job.exporting import export_run
 from memfit.job.loading import load
+from memfit.runs import run_state
+from memfit.runs.exporting import export_run
 from memfit.store import verify
 from memfit.store.journal import RECORD, Journal
 from memfit.store.state import decode_state, encode_state
-from memfit.tensors.random_states import check_numpy, check_python, check_torch
+from memfit.tensors.random_streams import check_numpy, check_python, check_torch
 from property.test_hostile_files import little_memory, resealed_state
 
 LEFT, POSITION = slice(8, 12), slice(16, 24)

@@ -17,8 +17,8 @@ import memfit
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
-from memfit.job.exporting import export_run
 from memfit.job.loading import load
+from memfit.runs.exporting import export_run
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -11,7 +11,7 @@ import pytest
 
 from faults.test_export import train
 from memfit.core.errors import StoreError, StoreInUseError
-from memfit.job.exporting import export_run, verify_run
+from memfit.runs.exporting import export_run, verify_run
 from memfit.store import DiskStore, FileOperations
 from memfit.store.lock import LOCK_NAME
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import memfit
 from faults.tower import HARDWARE, Tower, loss
-from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
-from memfit.core.units import MIB
+from memfit.runs.run_store import RunStore
 from memfit.store.journal import Journal
 
 TOWER = Tower(width=96, layers=6, times=4, dropout=0.1, shape=(4096,))

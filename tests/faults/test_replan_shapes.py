@@ -17,10 +17,10 @@ import memfit
 from equivalence.plain import PlainTrainer
 from equivalence.zoo import Case
 from faults.tower import HARDWARE, Tower, loss
-from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, UsageError
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
-from memfit.core.units import MIB
+from memfit.devices.binding import Allocator, install
 from memfit.job import breaches
 from memfit.job.assembly import Assembly
 

@@ -19,9 +19,9 @@ from torch import nn
 import memfit
 from faults import small_run
 from faults.small_run import Average, Result, adamw, build, draw, loss, profile, train
-from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import StoreError, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
+from memfit.runs.run_store import RunStore
 from memfit.store import RegionSpec, verify
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")

@@ -13,8 +13,8 @@ import torch
 
 from faults import small_run
 from memfit.core.errors import UnsupportedError
-from memfit.job.exporting import export_run
 from memfit.job.loading import load
+from memfit.runs.exporting import export_run
 from memfit.store import verify
 
 TESTS = Path(__file__).parents[1]

@@ -15,8 +15,8 @@ from faults import small_run
 from faults.small_run import FORMATS, adamw, build, profile
 from memfit.core.errors import StoreError
 from memfit.files.trainer import FILE_NAME
-from memfit.job.exporting import export_run
 from memfit.job.loading import load
+from memfit.runs.exporting import export_run
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -16,7 +16,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
+from memfit.step.sizes import disk_bytes_with_store, store_bytes
 
 PAGE_BYTES = 4096
 ROWS = 64

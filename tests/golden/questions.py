@@ -33,7 +33,7 @@ from transformers import (
 )
 
 import memfit
-from memfit.api.advise import Advice, advise
+from memfit.planner.advise import Advice, advise
 
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.json"

@@ -14,7 +14,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import Tier
-from memfit.scheduling.build import build_forward, build_step
+from memfit.step.build import build_forward, build_step
 from unit.checking import check_schedule
 from unit.profiles import gpt_profile
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
-from memfit.job import saved_job, saving, torch_states
+from memfit.job import saved_job, torch_states
+from memfit.runs import saving
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 WIDTH, STEPS, SAVE_EACH, KILLED_AT = 8, 6, 2, 4

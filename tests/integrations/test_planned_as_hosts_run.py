@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import memfit
 from memfit.core.plan import Plan, UpdateTime
 from memfit.integrations.transformers import MemfitTrainer
-from memfit.verification.proof import Proof
+from memfit.machine.proof import Proof
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the number of workers, of the machine

@@ -29,9 +29,9 @@ from transformers import (
 
 import memfit
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
-from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import FrozenFormat
 from memfit.core.tiers import Tier
 from memfit.homes.encoded_weights import decode, encode
 from memfit.integrations.transformers import MemfitMixin, MemfitTrainer

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from memfit.allocator import Allocator, install
 from memfit.core.errors import TierUnavailableError
+from memfit.devices.binding import Allocator, install
 
 _reachable_bytes = -1
 """Of tensors, after the last collection."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import memfit
-from memfit.allocator import Allocator
+from memfit.core.step import Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
+from memfit.devices.binding import Allocator
 from memfit.engine.measured_step import StepRecorder
 
 

@@ -18,10 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator import Allocator, FallbackAllocator, install, installed, shortfall_bytes
-from memfit.allocator import compiling as build
-from memfit.allocator.kernel import refusal_words
 from memfit.core.errors import TierUnavailableError, UsageError
+from memfit.devices import compiling as build
+from memfit.devices.binding import Allocator, install, installed, shortfall_bytes
+from memfit.devices.fallback import FallbackAllocator
+from memfit.devices.kernel import refusal_words
 
 MIB = 1 << 20
 POOL_SLACK_BYTES = 2 * MIB  # kPoolSlack of allocator.cpp
@@ -333,7 +334,7 @@ CHILD_OLDER_TENSORS = """
 import gc, os, threading, torch
 older = torch.arange(300_000)
 older_storage = older.untyped_storage()
-from memfit.allocator import install, installed
+from memfit.devices.binding import install, installed
 assert installed() is None
 allocator = install()
 assert allocator.stats().live_bytes == 0
@@ -374,7 +375,8 @@ def test_older_memory_is_left_alone_and_forked_children_can_allocate() -> None:
 
 CHILD_TRAINING = """
 import torch
-from memfit.allocator import install, procfs
+from memfit.devices.binding import install
+from memfit.devices import procfs
 allocator = install()
 torch.set_num_threads(2)
 model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(768, 768), torch.nn.GELU())])
@@ -412,7 +414,8 @@ def test_the_peak_of_the_process_follows_the_mapped_peak_over_training_steps() -
 
 CHILD_FALLBACK = """
 import torch
-from memfit.allocator import FallbackAllocator, installed
+from memfit.devices.fallback import FallbackAllocator
+from memfit.devices.binding import installed
 torch.randn(64, 64) @ torch.randn(64, 64)
 allocator = FallbackAllocator.create()
 assert installed() is None

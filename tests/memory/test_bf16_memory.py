@@ -24,8 +24,8 @@ import torch
 from torch import nn
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
-from memfit.allocator import install
+from memfit.machine.machine import prepare_process
+from memfit.devices.binding import install
 
 layers, width, room, directory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 

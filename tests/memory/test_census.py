@@ -19,9 +19,8 @@ from equivalence import plans, zoo
 from equivalence.with_memfit import fit_variant, fit_with
 from memfit.core.errors import MemfitWarning
 from memfit.core.plan import Plan
-from memfit.verification.census import CensusReport
-from memfit.verification.holders import HolderKind
-from memfit.verification.survivors import Survivor
+from memfit.machine.holders import HolderKind
+from memfit.machine.leak_report import CensusReport, Survivor
 
 CLEAN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "resnet", "albert")
 STEPS = (

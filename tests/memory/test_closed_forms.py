@@ -18,14 +18,14 @@ from torch.nn import functional
 
 import memfit
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import TraceProfile
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.job.problem import Problem, driver_of
-from memfit.prediction.predict import predict
-from memfit.profiling.blocks import find_blocks
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.problem import Problem, driver_of
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.trace.blocks import find_blocks
 from memory import closed_forms as forms
 
 PAGE = Path(__file__).parents[2] / "docs" / "activations.md"

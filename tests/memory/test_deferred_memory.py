@@ -38,10 +38,10 @@ _CHILD = f"""{_MODEL}
 import json, sys
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
+from memfit.machine.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.allocator import install
+from memfit.devices.binding import install
 
 layers, width, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 

@@ -13,9 +13,9 @@ import memfit.losses
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.prediction import predict
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.lower import lower
+from memfit.step.build import build_forward, build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 WORDS, WIDTH, ROWS, PLACES = 8000, 64, 4, 128
 

@@ -19,9 +19,9 @@ import torch
 import memfit
 from equivalence import plans, zoo
 from equivalence.with_memfit import fit_variant, profile_by_name
-from memfit.allocator import Allocator, install
-from memfit.core.precision import ComputeDtype
-from memfit.verification.meters import ProcessMeter
+from memfit.core.storage_formats import ComputeDtype
+from memfit.devices.binding import Allocator, install
+from memfit.machine.meters import ProcessMeter
 
 MIB = 1 << 20
 LONG_STEPS = 300

@@ -22,8 +22,8 @@ import json, sys
 import torch
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
-from memfit.allocator import install
+from memfit.machine.machine import prepare_process
+from memfit.devices.binding import install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 layers, width, room = map(int, sys.argv[1:4])

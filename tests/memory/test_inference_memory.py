@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import Allocator, install
 from memfit.core.errors import LimitBreachError, TierUnavailableError
-from memfit.core.units import KIB
+from memfit.core.limits import KIB
+from memfit.devices.binding import Allocator, install
 
 WIDTH, ROWS = 192, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -182,10 +182,10 @@ def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator
 
 
 def test_a_cache_that_travels_is_written_once_and_a_page_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.huggingface import cache_records
+    from memfit.engine import caches
 
     layers, prompt_tokens, more_tokens, row_bytes = 6, 48, 24, 4 * 64
-    monkeypatch.setattr(cache_records, "PAGE_BYTES", 8 * row_bytes)
+    monkeypatch.setattr(caches, "PAGE_BYTES", 8 * row_bytes)
     model: Any = llama(layers).eval()
     prompt = torch.randint(0, 64, (1, prompt_tokens))
     options: dict[str, Any] = {
@@ -205,9 +205,9 @@ def test_a_tensor_that_somebody_writes_to_is_written_home_anew(monkeypatch: pyte
     """Rows count as those of before only while nobody wrote to them."""
     from transformers import DynamicCache
 
-    from memfit.huggingface import cache_records
+    from memfit.engine import caches
 
-    monkeypatch.setattr(cache_records, "PAGE_BYTES", 4 * 4 * 64)
+    monkeypatch.setattr(caches, "PAGE_BYTES", 4 * 4 * 64)
     model: Any = llama(4).eval()
     tokens = torch.randint(0, 64, (1, 9))
 
@@ -248,7 +248,7 @@ def test_a_cache_limit_that_weights_leave_no_room_for_is_refused_with_what_would
 @pytest.mark.usefixtures("exact_counts")
 def test_a_breach_of_the_limit_while_generating_says_in_figures_what_would_have_passed() -> None:
     from memfit.core.errors import LimitBreachError
-    from memfit.verification.meters import ProcessMeter
+    from memfit.machine.meters import ProcessMeter
 
     model: Any = llama(2)
     limit = ProcessMeter().resident_bytes().whole_bytes + (400 << 20)

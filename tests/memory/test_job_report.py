@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import Allocator, install
 from memfit.core.errors import UsageError
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.report.page_data import page_data
-from memfit.scheduling.sizes import STAGING_BYTES
+from memfit.devices.binding import Allocator, install
+from memfit.report.page import page_data
+from memfit.step.sizes import STAGING_BYTES
 
 MIB = 1 << 20
 WIDTH, ROWS, LAYERS = 512, 256, 4

@@ -19,16 +19,15 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
-from memfit.profiling import known as known_module
-from memfit.profiling.blocks import find_blocks
-from memfit.profiling.known import Kind, KnownOperations, ResultsOfProcess
-from memfit.profiling.measuring import Workspaces
-from memfit.profiling.operations import run_operation
-from memfit.profiling.recorder import TraceRecorder
-from memfit.profiling.records import Role
-from memfit.profiling.storage_log import StorageLog
-from memfit.profiling.trace import profile_step
-from memfit.profiling.traced_trees import operator_tensors
+from memfit.trace import known as known_module
+from memfit.trace.blocks import find_blocks
+from memfit.trace.known import Kind, KnownOperations, ResultsOfProcess
+from memfit.trace.measuring import Workspaces
+from memfit.trace.operations import run_operation
+from memfit.trace.recorder import TraceRecorder
+from memfit.trace.storage_log import Role, StorageLog
+from memfit.trace.trace import profile_step
+from memfit.trace.traced_trees import operator_tensors
 from memory.test_trace import ZOO, Case, own_loss, text
 
 TEXTS = ("gpt2", "gpt2 eager", "llama", "mixtral", "t5", "bert", "albert", "lora")

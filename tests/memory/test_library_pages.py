@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.allocator import kernel, procfs
-from memfit.allocator.kernel import page_out_libraries
-from memfit.verification.meters import ProcessMeter
+from memfit.devices import kernel, procfs
+from memfit.devices.kernel import page_out_libraries
+from memfit.machine.meters import ProcessMeter
 
 MIB = 1 << 20
 PAGES = 48 * MIB
@@ -88,7 +88,7 @@ import mmap, sys
 import torch
 from torch import nn
 import memfit
-from memfit.allocator import procfs
+from memfit.devices import procfs
 MIB = 1 << 20
 torch.set_num_threads(1)
 kept = []

@@ -23,15 +23,15 @@ import memfit
 from equivalence import plans
 from faults import tower
 from faults.tower import Batch, Tower
-from memfit.allocator import Allocator, install
-from memfit.api import deciding
 from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.limits import Budget
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.verification.meters import ProcessMeter
+from memfit.devices.binding import Allocator, install
+from memfit.job import deciding
+from memfit.machine.meters import ProcessMeter
 
 MIB = 1 << 20
 STEPS = 3
@@ -326,8 +326,8 @@ import torch
 from torch import nn
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
-from memfit.verification.meters import ProcessMeter
+from memfit.machine.machine import prepare_process
+from memfit.machine.meters import ProcessMeter
 prepare_process()
 def build(width):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))

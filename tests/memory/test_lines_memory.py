@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import memfit
-from memfit.allocator import install
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.scheduling.sizes import STAGING_BYTES
+from memfit.devices.binding import install
+from memfit.step.sizes import STAGING_BYTES
 
 MIB = 1 << 20
 WIDTH, LAYERS, ROWS = 256, 4, 256

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import installed
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import MIB
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
+from memfit.devices.binding import installed
 
 MACHINE = Hardware(
     device="cpu",

@@ -17,10 +17,10 @@ import json, sys
 import torch
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
+from memfit.machine.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.allocator import install
+from memfit.devices.binding import install
 from transformers import MixtralConfig, MixtralForCausalLM
 
 def config(layers, width):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.plan import Plan
-from memfit.prediction import predict
-from memfit.scheduling.lower import lower
+from memfit.devices.binding import install
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memory.measured_steps import Interval, measure_step
 
 WIDTH, ROWS = 768, 801

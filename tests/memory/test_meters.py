@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.allocator import Allocator, install, procfs
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
-from memfit.verification.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter
-from memfit.verification.proof import Proof
+from memfit.devices import procfs
+from memfit.devices.binding import Allocator, install
+from memfit.machine.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter
+from memfit.machine.proof import Proof
 
 MIB = 1 << 20
 # The kernel adds up its page counts of a thread in batches; other threads of this process may allocate a little too.

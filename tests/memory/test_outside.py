@@ -23,8 +23,8 @@ import torch
 from torch import nn
 import memfit
 import memfit.api
-from memfit.allocator.kernel import page_out_libraries
-from memfit.job.machine import prepare_process
+from memfit.devices.kernel import page_out_libraries
+from memfit.machine.machine import prepare_process
 
 mode, directory = sys.argv[1], sys.argv[2]
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from torch import nn
 import memfit
 import memfit.api
 from memfit.core.errors import MemfitWarning
-from memfit.core.units import MIB
-from memfit.job.machine import prepare_process
+from memfit.core.limits import MIB
+from memfit.machine.machine import prepare_process
 
 _ROOM_BYTES = 160 * MIB
 

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.late import Late
-from memfit.allocator import install
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.step import Timeline
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
+from memfit.devices.binding import install
+from memfit.engine.causal_loss import chunked_cross_entropy
 from memfit.homes import DiskHome, TransferHandle
 from memfit.homes.update_pieces import PieceUpdates
-from memfit.huggingface.causal_loss import chunked_cross_entropy
-from memfit.prediction.predict import predict
-from memfit.scheduling.lower import lower
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memory.measured_steps import Interval, measure_step
 from memory.subjects import gpt2
 

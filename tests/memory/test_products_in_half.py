@@ -16,7 +16,7 @@ _MEASURES = """
 import json, re, sys
 from pathlib import Path
 import torch
-from memfit.profiling.workspaces import outside_bytes_of, workspace_bytes
+from memfit.trace.workspaces import outside_bytes_of, workspace_bytes
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -41,7 +41,7 @@ for sizes in ((3000, 8, 3000), (20000, 6, 400)):
                 del out
 
 # Convolutions, with the allocator's own pages taken off: what is left comes from the C library.
-from memfit.allocator import install
+from memfit.devices.binding import install
 allocator, aten, outside = install(), torch.ops.aten, []
 
 def measure(func, args):

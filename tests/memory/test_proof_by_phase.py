@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.phase_proof import PhaseProof
 from memfit.core.plan import BlockPlan, Plan
+from memfit.core.step_report import PhaseProof
 from memfit.core.tiers import Tier
 from memfit.files.writer import PIECE_BYTES
 

@@ -17,7 +17,7 @@ import torch
 
 from equivalence import plans, zoo
 from equivalence.with_memfit import fit_known
-from memfit.allocator import install
+from memfit.devices.binding import install
 
 
 @pytest.fixture

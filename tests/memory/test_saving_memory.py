@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import Allocator, install
 from memfit.core.errors import LimitBreachError, TierUnavailableError
+from memfit.core.limits import MIB
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
+from memfit.devices.binding import Allocator, install
 from memfit.files.writer import PIECE_BYTES
 from memfit.job.loading import load
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import DoesNotFitError
-from memfit.core.limits import FIRST_STEP_BYTES, PLANNING_BYTES, Limits
-from memfit.core.units import MIB
-from memfit.job.machine import open_machine
-from memfit.job.room import Room
-from memfit.verification.meters import ProcessMeter
+from memfit.core.limits import FIRST_STEP_BYTES, MIB, PLANNING_BYTES, Limits
+from memfit.devices.binding import install
+from memfit.machine.limits_of_process import Room
+from memfit.machine.machine import open_machine
+from memfit.machine.meters import ProcessMeter
 
 TOO_SMALL = 2 << 20
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import LimitBreachError
-from memfit.core.limits import Limits
-from memfit.core.units import MIB
-from memfit.job.machine import open_machine
-from memfit.job.room import Room
+from memfit.core.limits import MIB, Limits
+from memfit.devices.binding import install
+from memfit.machine.limits_of_process import Room
+from memfit.machine.machine import open_machine
+from memfit.machine.meters import ProcessMeter
 from memfit.tensors.trees import spanned_bytes
-from memfit.verification.meters import ProcessMeter
 
 WIDTH, ROWS = 256, 64
 PIECE_BYTES = MIB // 4

@@ -18,9 +18,9 @@ from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.tiers import Tier
-from memfit.profiling.blocks import find_blocks
-from memfit.profiling.trace import arrange_blocks, profile_step
-from memfit.profiling.workspaces import workspace_bytes
+from memfit.trace.blocks import find_blocks
+from memfit.trace.trace import arrange_blocks, profile_step
+from memfit.trace.workspaces import workspace_bytes
 
 transformers = pytest.importorskip("transformers")
 aten = torch.ops.aten
@@ -596,7 +596,7 @@ def test_programs_whose_shapes_follow_from_data_are_refused_or_traced_for_real_a
 @pytest.mark.parametrize("lack", ["none is free", "the limit", "what the limit leaves"])
 def test_sizes_that_do_not_fit_are_not_traced_for_real(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lack == "none is free":
-        monkeypatch.setattr("memfit.profiling.trace._free_bytes", lambda _: 0)
+        monkeypatch.setattr("memfit.trace.trace._free_bytes", lambda _: 0)
     # Beside the gradients of the layer, 4 MiB, and what is made of each row.
     left: Any = (lambda: 4 << 20) if lack == "what the limit leaves" else lambda: None
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.profiling.blocks import find_blocks
-from memfit.profiling.records import StorageRecord
-from memfit.profiling.trace import profile_step
+from memfit.trace.blocks import find_blocks
+from memfit.trace.storage_log import StorageRecord
+from memfit.trace.trace import profile_step
 
 TABLES: dict[int, Tensor] = {}
 

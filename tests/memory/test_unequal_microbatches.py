@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
-from memfit.prediction import predict
-from memfit.scheduling.lower import lower
+from memfit.core.storage_formats import ComputeDtype
+from memfit.devices.binding import install
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from memory.measured_steps import Interval, measure_step
 
 MIB = 1 << 20

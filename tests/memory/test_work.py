@@ -18,10 +18,10 @@ from memfit.core.profile import CallProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind, summed
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
-from memfit.scheduling.work_amounts import replayed_work, update_work
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.step.work_amounts import replayed_work, update_work
 
 ROWS, WIDTH, HIDDEN = 32, 48, 96
 

@@ -10,18 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from memfit.allocator import procfs
 from memfit.core.errors import TierUnavailableError
-from memfit.verification.family import Family
-from memfit.verification.meters import ProcessMeter
+from memfit.devices import procfs
+from memfit.machine.meters import Family, ProcessMeter
 
 MIB = 1 << 20
 
 FORKS = """
 import os, sys
 import numpy as np
-from memfit.verification import family
-from memfit.verification.meters import ProcessMeter
+from memfit.machine import meters as family
+from memfit.machine.meters import ProcessMeter
 
 family._READING_SHARE = 0.0
 meter = ProcessMeter(with_children=True)
@@ -70,7 +69,7 @@ import numpy as np
 from torch import nn
 import memfit
 import memfit.api
-from memfit.job.machine import prepare_process
+from memfit.machine.machine import prepare_process
 
 class Rows(torch.utils.data.Dataset):
     held = np.ones(150 << 20, dtype=np.uint8)
@@ -172,7 +171,7 @@ def test_shares_are_read_seldom_where_nobody_comes_or_goes(monkeypatch: pytest.M
         return read(pid)
 
     monkeypatch.setattr(procfs, "read_shares", noted)
-    monkeypatch.setattr("memfit.verification.family._READING_SHARE", 1e6)
+    monkeypatch.setattr("memfit.machine.meters._READING_SHARE", 1e6)
     family = Family()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert child.stdin is not None

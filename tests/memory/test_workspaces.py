@@ -23,16 +23,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.allocator import Allocator, install
-from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
-from memfit.core.units import MIB
-from memfit.huggingface.causal_loss import chunked_cross_entropy
-from memfit.profiling import measuring
-from memfit.profiling.kernels_used import KernelsUsed
-from memfit.profiling.measuring import Workspaces
-from memfit.profiling.operation_facts import facts_of
-from memfit.profiling.traced_trees import operator_tensors
+from memfit.core.limits import KERNELS_KEPT, MIB, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
+from memfit.devices.binding import Allocator, install
+from memfit.engine.causal_loss import chunked_cross_entropy
 from memfit.tensors.product_scratch import has_products, has_tiles
+from memfit.trace import measuring
+from memfit.trace.measuring import Workspaces
+from memfit.trace.operation_facts import KernelsUsed, facts_of
+from memfit.trace.traced_trees import operator_tensors
 
 # Operations on less than 64 KiB are not looked at, and what they take beyond their arguments is small too.
 SLACK_BYTES = 192 << 10
@@ -240,8 +238,9 @@ def test_large_convolutions_take_what_runs_on_few_rows_say(name: str) -> None:
 
 VARIED_SHAPES = """
 import torch
-from memfit.allocator import install, procfs
-from memfit.job.machine import prepare_process
+from memfit.devices.binding import install
+from memfit.devices import procfs
+from memfit.machine.machine import prepare_process
 prepare_process()
 torch.set_num_threads(1)
 weight, rows = torch.randn(768, 256).bfloat16(), torch.randn(300, 256).bfloat16()
@@ -335,9 +334,9 @@ def test_experts_in_fp32_compile_nothing_and_in_bf16_any_sizes() -> None:
 
 CHILD_OF_THREADS = """
 import sys, torch
-from memfit.allocator import install
-from memfit.allocator.compiled_kernels import compute_once, panels_to_come
-from memfit.verification.meters import ProcessMeter
+from memfit.devices.binding import install
+from memfit.devices.compiled_kernels import compute_once, panels_to_come
+from memfit.machine.meters import ProcessMeter
 
 torch.set_num_threads(int(sys.argv[1]))
 allocator, process = install(), ProcessMeter()

@@ -20,7 +20,7 @@ from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
-from memfit.prediction.pace import host_work_seconds, work_seconds
+from memfit.step.clock import host_work_seconds, work_seconds
 
 Key = tuple[Tier, str, str]
 _BESIDE = (UpdatePlace.BESIDE, UpdatePlace.IN_ORDER)

@@ -12,10 +12,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.profile import BlockProfile, CallProfile, Profile, TensorProfile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Forward, Joint, Schedule, Seed, Start
-from memfit.core.storage_profile import StorageProfile
 from memfit.core.tiers import TIERS, Tier
 
 

@@ -18,12 +18,12 @@ from memfit.core.numerics import weighed_seconds
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.step import Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
-from memfit.planning.planner import choose_plan
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search.planner import choose_plan
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.profiles import gpt_profile
 
 _ROWS = (4, 2, 1)

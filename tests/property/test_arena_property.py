@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.arena import Arena, plan_offsets
 from memfit.core.errors import UsageError
+from memfit.devices.buffer_arena import Arena, plan_offsets
 
 Lifetime = tuple[int, int, int]
 

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.formats import (
-    FORMATS,
+from memfit.core.format_catalog import FORMATS, BlockFormat, decode, encode
+from memfit.core.number_formats import (
     NEAREST_EVEN,
     TOWARD_ZERO,
-    BlockFormat,
     FixedPoint,
     FloatFormat,
     NumberFormat,
@@ -24,8 +23,6 @@ from memfit.formats import (
     SignMagnitude,
     Specials,
     Stochastic,
-    decode,
-    encode,
 )
 
 BLOCK_FORMATS = [one for one in FORMATS.values() if isinstance(one, BlockFormat)]

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.errors import MemfitError, TornStepError
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 WIDTH = 8

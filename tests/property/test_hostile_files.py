@@ -27,17 +27,16 @@ from hypothesis import strategies as st
 from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.journal_story import EVEN
-from memfit.checkpoints import run_state
 from memfit.core.errors import MemfitError, StoreInUseError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
-from memfit.files.index import weight_file_names
 from memfit.files.names import STALE
-from memfit.files.reader import TensorFile
+from memfit.files.reader import TensorFile, weight_file_names
 from memfit.files.trainer import read_text
-from memfit.job.exporting import export_run
+from memfit.runs import run_state
+from memfit.runs.exporting import export_run
 from memfit.store import FileOperations
 from memfit.store.checksums import checksum
 from memfit.store.lock import DirectoryLock

@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 import memfit
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
-from memfit.core.profile import Profile
+from memfit.core.profile import Profile, UpdateProfile
 from memfit.core.schedule import Accumulate, Update
 from memfit.core.step import Step, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
-from memfit.core.update_profile import UpdateProfile
-from memfit.planning.bounds import PeakBounds
-from memfit.planning.pricing import bytes_of_check
-from memfit.prediction import predict, residents_at
-from memfit.prediction.bytes import held_at, peaks
-from memfit.prediction.pace import Pace
-from memfit.prediction.predict import appraise
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.known_facts import KnownFacts
-from memfit.scheduling.lower import lower
+from memfit.planner.search.bounds import PeakBounds
+from memfit.planner.search.pricing import bytes_of_check
+from memfit.step.build import build_forward, build_step
+from memfit.step.bytes import held_at, peaks, residents_at
+from memfit.step.clock import Pace
+from memfit.step.lower import lower
+from memfit.step.predict import appraise, predict
+from memfit.step.segment_facts import KnownFacts
 from property.random_steps import Case, cases, with_storages
 from unit.profiles import PAGE, gpt_profile
 
@@ -284,7 +282,7 @@ def test_no_function_but_lowering_takes_both_a_list_of_actions_and_a_plan() -> N
                     found.add(f"{path.relative_to(source).as_posix()}: {node.name}")
     # A report shows both to people; what it adds up is lowered there.
     shown = {"job/reporting.py: report_subject"}
-    assert found - shown == {"scheduling/lower.py: lower", "scheduling/lower.py: __init__"}
+    assert found - shown == {"step/lower.py: lower", "step/lower.py: __init__"}
 
 
 def _names_in(annotation: ast.expr) -> set[str]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memfit.huggingface.moves import MixedError, row_major_range, watch
+from memfit.engine.conversions import MixedError, row_major_range, watch
 
 Step = tuple[str, int, int]
 

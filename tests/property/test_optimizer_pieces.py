@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memfit.optimizers import OptimizerDriver
-from memfit.optimizers.samples import small_shape
+from memfit.optimizers.shape_trials import small_shape
 
 Make = Callable[[Any], Optimizer]
 

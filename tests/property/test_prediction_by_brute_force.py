@@ -20,18 +20,15 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Accumulate, Clear, Commit, Fetch, Release, Update
-from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
+from memfit.core.step import Operation, Step, Timeline, Token, Transfer, UpdatePlace
 from memfit.core.tiers import TIERS, Tier
-from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
-from memfit.prediction import predict
-from memfit.prediction.bytes import held_at
-from memfit.prediction.pace import work_seconds
-from memfit.prediction.predict import appraise
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.journal_actions import place_turns
-from memfit.scheduling.lower import lower
-from memfit.scheduling.sizes import flat_gradient_bytes, flat_weight_bytes
+from memfit.step.build import build_forward, build_step, place_turns
+from memfit.step.bytes import held_at
+from memfit.step.clock import work_seconds
+from memfit.step.lower import lower
+from memfit.step.predict import appraise, predict
+from memfit.step.sizes import flat_gradient_bytes, flat_weight_bytes
 from property.naive_prediction import Simulation, by_category, held, in_tier, lots_of, peaks_of
 from property.random_steps import Case, cases, with_storages
 from unit.profiles import gpt_profile

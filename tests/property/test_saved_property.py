@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from equivalence.saved_harness import Driver, make_offloader, run_driven, run_plain
-from memfit.activations import Offloader
 from memfit.core.plan import CallPlan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from memfit.engine.offload import Offloader
 
 WIDTH = 8
 

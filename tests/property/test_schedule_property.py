@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import (
@@ -27,12 +26,12 @@ from memfit.core.schedule import (
     Start,
     Update,
 )
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.planning.bounds import PeakBounds
-from memfit.prediction import predict
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.journal_actions import place_turns
-from memfit.scheduling.lower import lower
+from memfit.planner.search.bounds import PeakBounds
+from memfit.step.build import build_forward, build_step, place_turns
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from property.random_steps import Case, cases, is_legal
 from unit.checking import check_schedule
 from unit.profiles import gpt_profile

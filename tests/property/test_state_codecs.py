@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memfit.core.state_formats import StateFormat, StateMoment, records_of
-from memfit.formats import BlockFormat, find_format
+from memfit.core.format_catalog import BlockFormat, find_format
+from memfit.core.storage_formats import StateFormat, StateMoment, records_of
 from memfit.homes.state_codecs import StateCodec, codec_of
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 

@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memfit.core.errors import StoreError
 from memfit.store import DiskIO, DiskStore, Extent, Memory, RegionSpec, ScratchFile, aligned_memory
-from memfit.store.manifest import Manifest, RegionEntry, read_manifest, write_manifest
-from memfit.store.ordering import ByteRanges
-from memfit.store.placement import lay_out
+from memfit.store.manifest import Manifest, RegionEntry, lay_out, read_manifest, write_manifest
 from memfit.store.scratch import ExtentAllocator
+from memfit.store.transfer import ByteRanges
 
 QUICK = settings(max_examples=20, stateful_step_count=25, deadline=None)
 SIZES = st.one_of(st.sampled_from([0, 1, 4095, 4096, 4097]), st.integers(0, 60_000))

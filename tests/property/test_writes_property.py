@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equivalence.saved_harness import POLICIES, Driver, Outcome, make_offloader, run_driven, run_plain
-from memfit.activations import Offloader
 from memfit.core.errors import UnsupportedError
+from memfit.engine.offload import Offloader
 
 SHAPE = (2, 2, 4, 4)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import memfit
 from distributed.processes import Ranks
-from memfit.allocator import install
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
+from memfit.devices.binding import install
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)

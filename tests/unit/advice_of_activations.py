@@ -48,7 +48,7 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-@follows("activations/frames.py", "is called inside another call whose saved tensors are managed")
+@follows("engine/frames.py", "is called inside another call whose saved tensors are managed")
 def the_outer_call_is_kept(s: Scene) -> None:
     for outer in (RECOMPUTE, KEEP):
         s.begin()
@@ -66,7 +66,7 @@ def hooked(model: nn.Module, batch: Tensor) -> Tensor:
         return loss(model, batch)
 
 
-@follows("activations/frames.py", "is called under saved-tensor hooks of")
+@follows("engine/frames.py", "is called under saved-tensor hooks of")
 def a_kept_call_or_no_hooks(s: Scene) -> None:
     s.refused(lambda: steps(s, RECOMPUTE, RECOMPUTE, hooked))
     for function, call in ((hooked, KEEP), (loss, RECOMPUTE)):
@@ -75,7 +75,7 @@ def a_kept_call_or_no_hooks(s: Scene) -> None:
         s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("activations/frames.py", "is compiled, and its operations cannot be looked at")
+@follows("engine/frames.py", "is compiled, and its operations cannot be looked at")
 def a_compiled_call_that_is_not_selected_from(s: Scene) -> None:
     def compiled() -> None:
         s.begin()
@@ -103,7 +103,7 @@ class Steep(nn.Linear):
         return result + slope.mean()
 
 
-@follows("profiling/trace_run.py", "or leave it out where memfit.is_tracing(), if the model's forward has it")
+@follows("trace/trace_run.py", "or leave it out where memfit.is_tracing(), if the model's forward has it")
 def a_forward_with_a_backward_of_numbers(s: Scene) -> None:
     s.begin(lambda: nn.Sequential(nn.Linear(8, 8), Steep(8, 8)))
     s.model[1].waits = False
@@ -114,7 +114,7 @@ def a_forward_with_a_backward_of_numbers(s: Scene) -> None:
     s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("activations/recompute.py", "runs autograd inside its own forward")
+@follows("engine/recompute.py", "runs autograd inside its own forward")
 def a_call_with_a_backward_inside_is_kept(s: Scene) -> None:
     def slope(_: Tensor, result: Tensor) -> None:
         torch.autograd.grad(result.sum(), [*s.model[1].parameters()], retain_graph=True)
@@ -187,7 +187,7 @@ def follow_policies(
         s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("activations/attributes.py", "reads a tensor that it keeps on itself")
+@follows("engine/surroundings.py", "reads a tensor that it keeps on itself")
 def a_call_that_changes_its_own_tensor_is_kept_or_offloaded(s: Scene) -> None:
     def noting(block: Any, hidden: Tensor) -> Tensor:
         if not memfit.is_tracing():
@@ -197,7 +197,7 @@ def a_call_that_changes_its_own_tensor_is_kept_or_offloaded(s: Scene) -> None:
     follow_policies(s, lambda: (noting, passes_on))
 
 
-@follows("activations/call_arguments.py", "was changed in place after the call began")
+@follows("engine/call_arguments.py", "was changed in place after the call began")
 def a_call_whose_argument_changes_is_kept_or_offloaded(s: Scene) -> None:
     def shifted(block: Any, hidden: Tensor) -> Tensor:
         return (hidden + block.inner.weight.sum()).tanh()
@@ -209,7 +209,7 @@ def a_call_whose_argument_changes_is_kept_or_offloaded(s: Scene) -> None:
     follow_policies(s, lambda: (shifted, changes))
 
 
-@follows("activations/call_arguments.py", "shares its memory with another argument")
+@follows("engine/call_arguments.py", "shares its memory with another argument")
 def a_call_of_two_views_is_kept_or_offloaded(s: Scene) -> None:
     def changes(block: Any, one: Tensor, other: Tensor) -> Tensor:
         one.add_(1)
@@ -227,7 +227,7 @@ class Box:
         self.content = content
 
 
-@follows("activations/call_arguments.py", "which it did not read at first")
+@follows("engine/call_arguments.py", "which it did not read at first")
 def a_call_that_reads_now_and_then_is_kept_or_offloaded(s: Scene) -> None:
     def make() -> Any:
         turns = Turns()
@@ -241,7 +241,7 @@ def a_call_that_reads_now_and_then_is_kept_or_offloaded(s: Scene) -> None:
     follow_policies(s, make)
 
 
-@follows("activations/recompute.py", "does not do the same when it is recomputed")
+@follows("engine/recompute.py", "does not do the same when it is recomputed")
 def a_call_that_counts_is_kept_or_offloaded(s: Scene) -> None:
     def make() -> Any:
         turns = Turns()
@@ -250,7 +250,7 @@ def a_call_that_counts_is_kept_or_offloaded(s: Scene) -> None:
     follow_policies(s, make)
 
 
-@follows("activations/select.py", "runs other operations when it is recomputed")
+@follows("engine/recompute.py", "runs other operations when it is recomputed")
 def a_call_of_other_products_is_kept_or_offloaded(s: Scene) -> None:
     def make() -> Any:
         turns = Turns()
@@ -265,7 +265,7 @@ def a_call_of_other_products_is_kept_or_offloaded(s: Scene) -> None:
     follow_policies(s, make, SELECT)
 
 
-@follows("activations/recompute.py", "was compiled anew by torch.compile")
+@follows("engine/recompute.py", "was compiled anew by torch.compile")
 def a_call_that_is_compiled_again_is_kept_or_offloaded(s: Scene) -> None:
     def make() -> Any:
         compiled = torch.compile(lambda inner, hidden: inner(hidden).tanh(), backend="eager")
@@ -282,7 +282,7 @@ def a_call_that_is_compiled_again_is_kept_or_offloaded(s: Scene) -> None:
         follow_policies(s, make)
 
 
-@follows("activations/saved_tensors.py", "has been modified by an inplace operation")
+@follows("engine/writes.py", "has been modified by an inplace operation")
 def a_copy_that_is_changed(s: Scene) -> None:
     def grows(block: Any, hidden: Tensor) -> Tensor:
         return block.inner(hidden).exp()
@@ -298,7 +298,7 @@ def a_copy_that_is_changed(s: Scene) -> None:
     s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("activations/writes.py", "Where plain PyTorch goes on with the changed values")
+@follows("engine/writes.py", "Where plain PyTorch goes on with the changed values")
 def a_copy_or_a_kept_call_of_changed_values(s: Scene) -> None:
     def grows(block: Any, hidden: Tensor) -> Tensor:
         return block.inner(hidden).exp()
@@ -319,7 +319,7 @@ def a_copy_or_a_kept_call_of_changed_values(s: Scene) -> None:
     s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("activations/handles.py", "Under a memory plan a graph is walked once")
+@follows("engine/offload.py", "Under a memory plan a graph is walked once")
 def a_graph_that_is_walked_twice_is_kept(s: Scene) -> None:
     inside = list[Tensor]()
 

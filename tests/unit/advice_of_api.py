@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.advise import advise
-from memfit.api.extremes import batches_like, find_largest, find_smallest_limit
 from memfit.core.plan import Plan
+from memfit.planner.advise import advise
+from memfit.planner.extremes import batches_like, find_largest, find_smallest_limit
 from unit.advice import BATCH, ON_DISK, Scene, follows, loss
 
 ITEMS = [*range(10)]
@@ -20,20 +20,20 @@ def items_of(loader: memfit.ResumableLoader) -> int:
     return sum(len(batch) for batch in loader)
 
 
-@follows("api/loader.py", "give at least 1 and 0")
+@follows("job/loader.py", "give at least 1 and 0")
 def a_loader_of_sizes_that_can_be(s: Scene) -> None:
     s.refused(lambda: memfit.ResumableLoader(ITEMS, batch_size=0, workers=-1))
     assert items_of(memfit.ResumableLoader(ITEMS, batch_size=1, workers=0)) == 10
 
 
-@follows("api/loader.py", "use smaller batches, or keeps_last=True")
+@follows("job/loader.py", "use smaller batches, or keeps_last=True")
 def a_smaller_batch_or_the_last_one(s: Scene) -> None:
     s.refused(lambda: memfit.ResumableLoader(ITEMS, batch_size=11))
     assert items_of(memfit.ResumableLoader(ITEMS, batch_size=10)) == 10
     assert items_of(memfit.ResumableLoader(ITEMS, batch_size=11, keeps_last=True)) == 10
 
 
-@follows("api/loader.py", "give the state that state_dict() of such a loader gave")
+@follows("job/loader.py", "give the state that state_dict() of such a loader gave")
 def a_state_of_a_loader(s: Scene) -> None:
     loader = memfit.ResumableLoader(ITEMS, batch_size=5)
     state = loader.state_dict()
@@ -44,7 +44,7 @@ def a_state_of_a_loader(s: Scene) -> None:
     assert items_of(again) == 5
 
 
-@follows("api/loader.py", "make the loader as it was, or begin another run")
+@follows("job/loader.py", "make the loader as it was, or begin another run")
 def the_loader_of_the_run_or_another_run(s: Scene) -> None:
     five, two = (memfit.ResumableLoader(ITEMS, batch_size=size) for size in (5, 2))
     with s.fit(store=s.directory / "run") as job:
@@ -75,21 +75,21 @@ def smallest(s: Scene, **asked: Any) -> int | None:
     return find_smallest_limit(s.model, s.optimizer, loss, BATCH, **asked).budget.limit_bytes
 
 
-@follows("api/extremes.py", "give integers, a start of at least 1")
+@follows("planner/extremes.py", "give integers, a start of at least 1")
 def a_start_below_the_end(s: Scene) -> None:
     s.refused(lambda: largest(s, start=3))
     s.refused(lambda: largest(s, start=0))
     assert largest(s, start=1) == 2
 
 
-@follows("api/extremes.py", "the smallest limit is looked for: leave limit= out")
+@follows("planner/extremes.py", "the smallest limit is looked for: leave limit= out")
 def no_limit_or_the_largest_size(s: Scene) -> None:
     s.refused(lambda: smallest(s, limit="8GiB"))
     assert smallest(s)
     assert largest(s, limit="8GiB") == 2
 
 
-@follows("api/extremes.py", "what counts the rows of the sample was not found")
+@follows("planner/extremes.py", "what counts the rows of the sample was not found")
 def a_function_that_makes_batches(s: Scene) -> None:
     s.refused(lambda: batches_like((BATCH, torch.ones(3))))
     asked = (
@@ -101,19 +101,19 @@ def a_function_that_makes_batches(s: Scene) -> None:
     assert find_largest(*asked, start=2, at_most=2, limit="8GiB", hardware="laptop-cpu").size == 2
 
 
-@follows("api/extremes.py", "give the seconds that a step may take")
+@follows("planner/extremes.py", "give the seconds that a step may take")
 def seconds_above_nothing(s: Scene) -> None:
     s.refused(lambda: largest(s, step_seconds=0))
     assert largest(s, step_seconds=60.0) == 2
 
 
-@follows("api/extremes.py", "give no plan, or a technique")
+@follows("planner/extremes.py", "give no plan, or a technique")
 def sizes_of_plans_that_are_chosen(s: Scene) -> None:
     s.refused(lambda: largest(s, plan=Plan()))
     assert largest(s) == largest(s, plan="checkpoint-every-block") == 2
 
 
-@follows("api/extremes.py", "without a limit every size fits")
+@follows("planner/extremes.py", "without a limit every size fits")
 def a_limit_or_seconds_or_both(s: Scene) -> None:
     here: dict[str, Any] = {"limit": None, "hardware": None}  # a described machine has an end
     s.refused(lambda: largest(s, **here))
@@ -121,13 +121,13 @@ def a_limit_or_seconds_or_both(s: Scene) -> None:
     assert largest(s, limit="8GiB", step_seconds=60.0) == 2
 
 
-@follows("api/equivalence.py", "it compares steps of plain PyTorch with those of job.step")
+@follows("job/equivalence.py", "it compares steps of plain PyTorch with those of job.step")
 def a_comparison_of_steps(s: Scene) -> None:
     s.refused(lambda: memfit.verify(s.model, s.optimizer, loss, BATCH, lines=True))
     assert memfit.verify(s.model, s.optimizer, loss, BATCH).kind == "bitwise"
 
 
-@follows("api/equivalence.py", "give it a small model of the same kind")
+@follows("job/equivalence.py", "give it a small model of the same kind")
 def a_small_model_of_its_own(s: Scene) -> None:
     s.fit(plan=ON_DISK)
     s.refused(lambda: memfit.verify(s.model, s.optimizer, loss, BATCH))
@@ -135,7 +135,7 @@ def a_small_model_of_its_own(s: Scene) -> None:
     assert memfit.verify(small, torch.optim.AdamW(small.parameters()), loss, BATCH).kind == "bitwise"
 
 
-@follows("api/advise.py", "is chosen for job.step: leave it out with lines=True")
+@follows("planner/advise.py", "is chosen for job.step: leave it out with lines=True")
 def advice_for_lines_without_a_technique(s: Scene) -> None:
     def asked(**wishes: Any) -> int:
         return advise(

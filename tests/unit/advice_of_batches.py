@@ -36,7 +36,7 @@ def cut_rows(batch: tuple[Tensor, Tensor], count: int) -> list[tuple[Tensor, Ten
     return [(rows, batch[1]) for rows in batch[0].tensor_split(min(count, len(batch[0])))]
 
 
-@follows("batches/cutting.py", "microbatches, and this one cannot be")
+@follows("trace/cutting.py", "microbatches, and this one cannot be")
 def fewer_microbatches_a_larger_batch_or_a_way_to_cut(s: Scene) -> None:
     odd: Any = (BATCH, torch.ones(3))
     s.refused(lambda: s.fit(of_rows, odd, plan=TWO))
@@ -77,13 +77,13 @@ def closely(s: Scene, job: memfit.Job) -> None:
     torch.testing.assert_close(ours, [*s.model.parameters()])
 
 
-@follows("batches/splitting.py", "which tells the rows (or counted tokens) of a part")
+@follows("trace/splitting.py", "which tells the rows (or counted tokens) of a part")
 def the_columns_of_a_part(s: Scene) -> None:
     s.refused(lambda: s.fit(of_columns, COLUMNS, split=cut_columns, plan=TWO))
     closely(s, s.fit(of_columns, COLUMNS, split=cut_columns, plan=TWO, weight=lambda part: part.shape[1]))
 
 
-@follows("batches/cutting.py", "then any number above 0 will do")
+@follows("trace/cutting.py", "then any number above 0 will do")
 def any_number_beside_counts_or_what_a_part_has(s: Scene) -> None:
     job = s.fit(summed, COLUMNS, split=cut_columns, plan=TWO)
     s.refused(lambda: job.step(COLUMNS))
@@ -94,7 +94,7 @@ def any_number_beside_counts_or_what_a_part_has(s: Scene) -> None:
     closely(s, s.fit(of_columns, COLUMNS, split=cut_columns, plan=TWO, weight=lambda part: part.shape[1]))
 
 
-@follows("batches/cutting.py", "returned an empty batch")
+@follows("trace/cutting.py", "returned an empty batch")
 def fewer_parts_than_asked_for(s: Scene) -> None:
     s.refused(lambda: s.fit(split=lambda batch, count: [*batch.tensor_split(count)], plan=TWO))
     s.begin()
@@ -102,7 +102,7 @@ def fewer_parts_than_asked_for(s: Scene) -> None:
     assert job.step(BATCH).is_finite
 
 
-@follows("batches/parts.py", "memfit.Parts takes a list of batches")
+@follows("trace/batch.py", "memfit.Parts takes a list of batches")
 def parts_of_a_list(s: Scene) -> None:
     s.refused(lambda: Parts(BATCH))  # type: ignore[arg-type]
     with s.fit(sample=Parts([BATCH])) as job:
@@ -110,13 +110,13 @@ def parts_of_a_list(s: Scene) -> None:
     s.trains_as(plain)
 
 
-@follows("batches/parts.py", "memfit.Parts([]) has no batch")
+@follows("trace/batch.py", "memfit.Parts([]) has no batch")
 def parts_of_a_step(s: Scene) -> None:
     s.refused(lambda: Parts([]))
     assert s.fit(sample=Parts([BATCH, BATCH])).step(Parts([BATCH])).is_finite
 
 
-@follows("batches/parts.py", "give a factor of each batch's loss")
+@follows("trace/batch.py", "give a factor of each batch's loss")
 def a_share_of_each_part(s: Scene) -> None:
     s.refused(lambda: Parts([BATCH, BATCH], shares=[0.5]))
     window = Parts([BATCH, BATCH], shares=[0.5, 0.5])
@@ -125,7 +125,7 @@ def a_share_of_each_part(s: Scene) -> None:
     s.trains_as(lambda model: [(loss(model, BATCH) * 0.5).backward() for _ in range(2)])
 
 
-@follows("batches/parts.py", "give memfit.fit a sample with as many")
+@follows("trace/batch.py", "give memfit.fit a sample with as many")
 def a_sample_of_the_most_parts(s: Scene) -> None:
     job = s.fit(sample=Parts([BATCH, BATCH]))
     s.refused(lambda: job.step(Parts([BATCH] * 3)))
@@ -135,7 +135,7 @@ def a_sample_of_the_most_parts(s: Scene) -> None:
     s.trains_as(lambda model: by_parts(model, 3))
 
 
-@follows("batches/parts.py", "and the batch comes in")
+@follows("trace/batch.py", "and the batch comes in")
 def a_plan_of_as_many_microbatches(s: Scene) -> None:
     s.refused(lambda: s.fit(sample=Parts([BATCH] * 3), plan=TWO))
     with s.fit(sample=Parts([BATCH] * 3), plan=Plan(microbatches=3)) as job:
@@ -143,7 +143,7 @@ def a_plan_of_as_many_microbatches(s: Scene) -> None:
     s.trains_as(lambda model: by_parts(model, 3))
 
 
-@follows("batches/splitting.py", "the loss returned a pair")
+@follows("trace/splitting.py", "the loss returned a pair")
 def a_loss_alone_and_a_list(s: Scene) -> None:
     s.refused(lambda: s.fit(lambda model, batch: (loss(model, batch), 3)))
     largest: list[float] = []
@@ -160,7 +160,7 @@ def a_loss_alone_and_a_list(s: Scene) -> None:
     s.trains_as(plain)
 
 
-@follows("batches/splitting.py", "the job was planned for whole batches")
+@follows("trace/splitting.py", "the job was planned for whole batches")
 def a_sample_of_parts_for_steps(s: Scene) -> None:
     window = Parts([BATCH, BATCH])
     with s.fit(lines=True) as job, job.lines() as lines:
@@ -186,7 +186,7 @@ def spread(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).mean(0).square().sum()
 
 
-@follows("batches/splitting.py", "this loss does not add up over microbatches")
+@follows("trace/splitting.py", "this loss does not add up over microbatches")
 def counts_of_a_mean_or_a_declared_change(s: Scene) -> None:
     batch = (BATCH, MASK)
     s.refused(lambda: s.fit(of_counted, batch, plan=TWO))
@@ -236,7 +236,7 @@ def of_record(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, batch.text)
 
 
-@follows("batches/batch.py", "which holds data that cannot be cut into rows")
+@follows("trace/batch.py", "which holds data that cannot be cut into rows")
 def a_dict_a_dataclass_or_a_tensor_of_an_array(s: Scene) -> None:
     cut_refused(s, of_record, Carrier(BATCH))
     cuts(s, of_record, Record(BATCH))
@@ -244,7 +244,7 @@ def a_dict_a_dataclass_or_a_tensor_of_an_array(s: Scene) -> None:
     cuts(s, loss, torch.from_numpy(BATCH.numpy()))
 
 
-@follows("batches/batch.py", "so it has no rows to count or slice")
+@follows("trace/batch.py", "so it has no rows to count or slice")
 def a_dict_with_rows(s: Scene) -> None:
     cut_refused(s, lambda model, batch: model(batch["text"].expand(4, 8)).mean(), {"text": torch.tensor(1.0)})
     cuts(s, of_text, {"text": BATCH})
@@ -264,14 +264,14 @@ class ReadOnly(Mapping[str, Tensor]):
         return 1
 
 
-@follows("batches/batch.py", "that cannot be rebuilt from a dict")
+@follows("trace/batch.py", "that cannot be rebuilt from a dict")
 def a_dict_of_a_mapping(s: Scene) -> None:
     batch = ReadOnly(BATCH, source="a file")
     cut_refused(s, of_text, batch)
     cuts(s, of_text, dict(batch))
 
 
-@follows("batches/batch.py", "is a nested or sparse tensor")
+@follows("trace/batch.py", "is a nested or sparse tensor")
 def a_padded_tensor(s: Scene) -> None:
     texts = [BATCH[:3], BATCH[:2]]
     nested = torch.nested.nested_tensor(texts, layout=torch.jagged)
@@ -290,7 +290,7 @@ class Reader(nn.Module):
         return self.reader(pack_padded_sequence(*batch, batch_first=True))[0].data
 
 
-@follows("batches/batch.py", "is a PackedSequence")
+@follows("trace/batch.py", "is a PackedSequence")
 def a_batch_that_is_packed_inside_the_model(s: Scene) -> None:
     texts = (torch.randn(4, 3, 8), torch.tensor([3, 3, 2, 1]))
     packed = pack_padded_sequence(*texts, batch_first=True)
@@ -299,7 +299,7 @@ def a_batch_that_is_packed_inside_the_model(s: Scene) -> None:
     cuts(s, loss, texts, weight=lambda part: int(part[1].sum()))
 
 
-@follows("batches/batch.py", "the batch is empty")
+@follows("trace/batch.py", "the batch is empty")
 def batches_with_rows(s: Scene) -> None:
     job = s.fit()
     s.refused(lambda: job.step(BATCH[:0]))
@@ -310,7 +310,7 @@ def batches_with_rows(s: Scene) -> None:
     s.trains_as(plain)
 
 
-@follows("profiling/trace.py", "What counts rows in the batch was not found")
+@follows("trace/trace.py", "What counts rows in the batch was not found")
 def a_stack_a_way_to_cut_or_a_whole_batch(s: Scene) -> None:
     cut_refused(s, of_columns, COLUMNS)
     cuts(s, of_columns, COLUMNS, split=cut_columns, weight=lambda part: part.shape[1])
@@ -332,7 +332,7 @@ class Levels(nn.Module):
         return torch.stack([self.layer(level) for level in batch])
 
 
-@follows("profiling/assemble.py", "a part of the batch is not computed by the calls")
+@follows("trace/assemble.py", "a part of the batch is not computed by the calls")
 def levels_that_are_cut_by_rows_or_not(s: Scene) -> None:
     levels = torch.stack([BATCH, BATCH + 1, BATCH + 2])
     s.begin(Levels)
@@ -354,7 +354,7 @@ def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return (model(batch[0]).square() * batch[1]).sum(), batch[1].sum()
 
 
-@follows("engine/seeding.py", "there is no mean. Skip a batch without targets")
+@follows("engine/backward.py", "there is no mean. Skip a batch without targets")
 def batches_with_targets(s: Scene) -> None:
     targets, none = (BATCH, torch.ones(4, 8)), (BATCH, torch.zeros(4, 8))
     job = s.fit(counted, targets)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import memfit
 from accelerator.build import NoCompilerError, built
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 from unit.advice import BATCH, DISK, Scene, follows, loss
 
@@ -52,7 +52,7 @@ def cured(s: Scene, function: Callable[[Any, Tensor], Tensor], **wishes: Any) ->
     return job
 
 
-@follows("engine/seeding.py", "returned a pair, which means (sum, count), but its second is")
+@follows("engine/backward.py", "returned a pair, which means (sum, count), but its second is")
 def outputs_beside_a_loss_in_a_list(s: Scene) -> None:
     seen = list[Tensor]()
     s.refused(lambda: s.fit(lambda model, batch: (loss(model, batch), model(batch))))
@@ -66,7 +66,7 @@ def outputs_beside_a_loss_in_a_list(s: Scene) -> None:
     assert seen[-1].shape == BATCH.shape
 
 
-@follows("engine/seeding.py", "must count from 0 up")
+@follows("engine/backward.py", "must count from 0 up")
 def a_count_of_targets(s: Scene) -> None:
     job = turned(s, lambda model, batch: (model(batch).square().sum(), -1))
     s.refused(lambda: job.step(BATCH))
@@ -76,7 +76,7 @@ def a_count_of_targets(s: Scene) -> None:
     s.trains_as(lambda model: (model(BATCH).square().sum() / BATCH.numel()).backward())
 
 
-@follows("engine/seeding.py", "gradients are off where job.step is called")
+@follows("engine/backward.py", "gradients are off where job.step is called")
 def a_step_outside_of_no_grad(s: Scene) -> None:
     job = s.fit()
     with torch.no_grad():
@@ -85,7 +85,7 @@ def a_step_outside_of_no_grad(s: Scene) -> None:
     s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("engine/seeding.py", "must return a scalar, not a tensor of shape")
+@follows("engine/backward.py", "must return a scalar, not a tensor of shape")
 def a_mean_of_a_loss_for_each_row(s: Scene) -> None:
     job = turned(s, lambda model, batch: model(batch).square().mean(1))
     s.refused(lambda: job.step(BATCH))
@@ -245,11 +245,11 @@ def words_on_the_late_device() -> list[str]:
     return json.loads(child.stdout)
 
 
-@follows("engine/crossing.py", "computes on the CPU in the middle")
+@follows("engine/backward.py", "computes on the CPU in the middle")
 def a_model_that_stays_on_its_device(s: Scene) -> None:
     s.words, _ = words_on_the_late_device()
 
 
-@follows("engine/crossing.py", "reads a parameter on the CPU")
+@follows("engine/backward.py", "reads a parameter on the CPU")
 def a_parameter_on_the_device_of_the_model(s: Scene) -> None:
     _, s.words = words_on_the_late_device()

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, FrozenFormat, StateFormat
 from unit.advice import BATCH, ON_DISK, Scene, follows, loss
 
 
@@ -24,7 +22,7 @@ def steps(job: memfit.Job, batch: Any = BATCH) -> None:
 # --- arguments -----------------------------------------------------------------------------------
 
 
-@follows("job/compiled_blocks.py", "rounds otherwise than plain PyTorch: leave it out")
+@follows("planner/compiled_blocks.py", "rounds otherwise than plain PyTorch: leave it out")
 def exact_steps_are_not_compiled(s: Scene) -> None:
     s.refused(lambda: s.fit(compile="blocks", numerics="exact"))
     steps(s.fit(numerics="exact"))
@@ -33,14 +31,14 @@ def exact_steps_are_not_compiled(s: Scene) -> None:
     steps(s.fit(compile="blocks"))
 
 
-@follows("job/compiled_blocks.py", 'compile="blocks" is for job.step of one process')
+@follows("planner/compiled_blocks.py", 'compile="blocks" is for job.step of one process')
 def lines_are_not_compiled(s: Scene) -> None:
     s.refused(lambda: s.fit(compile="blocks", lines=True))
     s.fit(lines=True).close()
     steps(s.fit(compile="blocks"))
 
 
-@follows("job/compiled_blocks.py", "needs a C++ compiler")
+@follows("planner/compiled_blocks.py", "needs a C++ compiler")
 def a_compiler_is_put_on_the_path(s: Scene) -> None:
     with pytest.MonkeyPatch.context() as machine:
         machine.setenv("PATH", str(s.directory))
@@ -50,7 +48,7 @@ def a_compiler_is_put_on_the_path(s: Scene) -> None:
     steps(s.fit(compile="blocks"))
 
 
-@follows("job/problem.py", "loss is called as loss(model, batch), which")
+@follows("planner/problem.py", "loss is called as loss(model, batch), which")
 def a_criterion_is_called_with_outputs_and_targets(s: Scene) -> None:
     criterion, batch = nn.MSELoss(), (BATCH, BATCH.flip(0))
     s.refused(lambda: s.fit(criterion))
@@ -59,7 +57,7 @@ def a_criterion_is_called_with_outputs_and_targets(s: Scene) -> None:
     s.trains_as(lambda model: criterion(model(batch[0]), batch[1]).backward())
 
 
-@follows("job/problem.py", "max_grad_norm must be a number above 0, not")
+@follows("planner/problem.py", "max_grad_norm must be a number above 0, not")
 def a_norm_to_clip_to_or_none(s: Scene) -> None:
     s.refused(lambda: s.fit(max_grad_norm=0))
     steps(s.fit(max_grad_norm=None))
@@ -67,7 +65,7 @@ def a_norm_to_clip_to_or_none(s: Scene) -> None:
     steps(s.fit(max_grad_norm=0.5))
 
 
-@follows("job/problem.py", "a live job has this optimizer, and its model, in hand")
+@follows("planner/problem.py", "a live job has this optimizer, and its model, in hand")
 def an_optimizer_after_its_job(s: Scene) -> None:
     job = s.fit(plan=ON_DISK)
     other = nn.Linear(8, 8)
@@ -76,7 +74,7 @@ def an_optimizer_after_its_job(s: Scene) -> None:
     steps(s.fit(plan=ON_DISK))
 
 
-@follows("job/problem.py", "plan must be a Plan, its JSON text or a path to it, not")
+@follows("planner/problem.py", "plan must be a Plan, its JSON text or a path to it, not")
 def a_plan_its_text_or_a_path(s: Scene) -> None:
     s.refused(lambda: s.fit(plan=7))
     (s.directory / "plan.json").write_text(ON_DISK.to_json())
@@ -93,7 +91,7 @@ class OverAll(torch.optim.SGD):
             p.data.sub_(p.grad * (0.1 / norm))
 
 
-@follows("job/problem.py", "must see all parameters at once (")
+@follows("planner/problem.py", "must see all parameters at once (")
 def an_optimizer_of_single_parameters(s: Scene) -> None:
     s.optimizer = OverAll(s.model.parameters(), lr=0.1)
     s.refused(s.fit)
@@ -107,7 +105,7 @@ def wide(s: Scene) -> None:
     s.optimizer = torch.optim.AdamW(s.model.parameters(), lr=1e-2)
 
 
-@follows("job/problem.py", "the plan keeps optimizer states in")
+@follows("planner/problem.py", "the plan keeps optimizer states in")
 def states_in_few_bits_that_are_allowed(s: Scene) -> None:
     wide(s)
     plan = Plan(state_format=StateFormat("int8"))
@@ -115,14 +113,14 @@ def states_in_few_bits_that_are_allowed(s: Scene) -> None:
     steps(s.fit(plan=plan, allow={"int8-state"}))
 
 
-@follows("job/problem.py", "the plan computes in")
+@follows("planner/problem.py", "the plan computes in")
 def bf16_that_is_allowed(s: Scene) -> None:
     plan = Plan(compute_dtype=ComputeDtype.BFLOAT16)
     s.refused(lambda: s.fit(plan=plan))
     steps(s.fit(plan=plan, allow={"bf16"}))
 
 
-@follows("job/few_bits.py", "which rounds them once: fit(..., allow={")
+@follows("planner/problem.py", "which rounds them once: fit(..., allow={")
 def frozen_weights_in_few_bits_that_are_allowed(s: Scene) -> None:
     wide(s)
     s.model[0].requires_grad_(requires_grad=False)
@@ -131,13 +129,13 @@ def frozen_weights_in_few_bits_that_are_allowed(s: Scene) -> None:
     steps(s.fit(plan=plan, allow={"int8-frozen"}))
 
 
-@follows("job/limit_checks.py", "a number counts bytes. Write it with its unit")
+@follows("machine/limits_of_process.py", "a number counts bytes. Write it with its unit")
 def a_limit_with_its_unit(s: Scene) -> None:
     s.refused(lambda: s.fit(limit=8))
     steps(s.fit(limit="4GiB"))
 
 
-@follows("job/limit_checks.py", "nobody could be held to it. Give less, or None for no limit")
+@follows("machine/limits_of_process.py", "nobody could be held to it. Give less, or None for no limit")
 def a_limit_that_the_machine_has(s: Scene) -> None:
     s.refused(lambda: s.fit(limit="800TiB"))
     for limit in ("4GiB", None):

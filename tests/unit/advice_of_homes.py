@@ -184,7 +184,7 @@ def over_two(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, batch[0]) + loss(model, batch[1])
 
 
-@follows("tensors/dense.py", "a nested tensor")
+@follows("tensors/write_marks.py", "a nested tensor")
 def parts_of_a_nested_tensor(s: Scene) -> None:
     nested = torch.nested.nested_tensor([BATCH[:1], BATCH[1:]], layout=torch.jagged)
     parts, padded = list(nested.unbind()), nested.to_padded_tensor(0.0)
@@ -245,7 +245,7 @@ def values_that_the_function_changes(s: Scene) -> None:
     s.trains_as(backward)
 
 
-@follows("tensors/untouched.py", "only values that are changed in place stay")
+@follows("tensors/guard.py", "only values that are changed in place stay")
 def values_that_are_copied_into_a_weight(s: Scene) -> None:
     job = s.fit(plan=ON_DISK)
 
@@ -281,7 +281,7 @@ def a_teacher_that_does_not_train(s: Scene) -> None:
     s.trains_as(lambda model: (model(BATCH) - teacher(BATCH)).square().mean().backward())
 
 
-@follows("huggingface/causal_loss.py", "leave loss_chunk_tokens out")
+@follows("engine/causal_loss.py", "leave loss_chunk_tokens out")
 def a_loss_in_chunks_of_its_own(s: Scene) -> None:
     targets = torch.arange(4)
 
@@ -298,7 +298,7 @@ def a_loss_in_chunks_of_its_own(s: Scene) -> None:
     s.trains_as(lambda m: nn.functional.cross_entropy(m[2](inner(m, BATCH)), targets).backward(), atol=1e-5)
 
 
-@follows("huggingface/conversions.py", "do not make")
+@follows("engine/conversions.py", "do not make")
 def files_that_are_all_there(s: Scene) -> None:
     case = ZOO["mixtral"]()
     whole = s.directory / "model.safetensors"

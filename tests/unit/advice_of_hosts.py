@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import memfit
 from integrations import test_transformers as hf
-from memfit.api import load
 from memfit.integrations.transformers import MemfitTrainer
+from memfit.job.loading import load
 from unit.advice import BATCH, Scene, follows, loss, three_layers
 
 PLAN = hf.homes(hf.LAYERS)
@@ -93,7 +93,7 @@ def an_adapter_that_is_loaded_beside_the_trainer(s: Scene) -> None:
     assert ours.model(**{name: value[None] for name, value in hf.Rows()[0].items()}).loss.isfinite()
 
 
-@follows("integrations/windows.py", "leave 'mode' out, or the callback")
+@follows("integrations/transformers.py", "leave 'mode' out, or the callback")
 @quiet
 def a_callback_or_collected_windows(s: Scene) -> None:
     class Looks(TrainerCallback):

@@ -15,12 +15,12 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import memfit
-from memfit.api import probe_machine
 from memfit.cli import app
-from memfit.core.machines import read_hardware
+from memfit.core.hardware import read_hardware
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
-from memfit.job.compiled_blocks import check_compiler
+from memfit.job import probe_machine
+from memfit.planner.compiled_blocks import check_compiler
 from unit.advice import BATCH, ON_DISK, Scene, follows, loss, on_two_ranks
 
 TWO = Plan(microbatches=2)
@@ -56,7 +56,7 @@ def weights_changed_in_place_or_between_jobs(s: Scene) -> None:
     s.fit(plan=ON_DISK).step(BATCH)
 
 
-@follows("job/machine.py", "the model must have parameters on one device")
+@follows("machine/machine.py", "the model must have parameters on one device")
 def a_model_with_parameters(s: Scene) -> None:
     def run(model: nn.Module) -> Tensor:
         with memfit.infer(model) as session:
@@ -66,7 +66,7 @@ def a_model_with_parameters(s: Scene) -> None:
     assert torch.equal(run(nn.Sequential(s.model[0], nn.Tanh())), s.model[0](BATCH).tanh())
 
 
-@follows("job/machine.py", "the model is on the device meta")
+@follows("machine/machine.py", "the model is on the device meta")
 def a_model_that_is_built_empty_or_on_the_processor(s: Scene) -> None:
     def fit(model: Any) -> None:
         s.model, s.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,7 +165,8 @@ def rows_alone(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
 
 
 @follows(
-    "job/problem.py", "something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it"
+    "planner/problem.py",
+    "something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it",
 )
 def weights_of_classes_stay_whole(s: Scene) -> None:
     batch = {"x": BATCH[:2], "class_weights": torch.tensor([1.0, 3.0])}
@@ -216,7 +217,7 @@ def a_run_of_random_updates_has_generations(s: Scene) -> None:
             assert job.step(BATCH).is_finite
 
 
-@follows("job/saved_hardware.py", "; name another")
+@follows("machine/described.py", "; name another")
 def a_hardware_file_in_a_directory_that_is_there(s: Scene) -> None:
     with pytest.MonkeyPatch.context() as machine:
         # The probe measures for seconds.
@@ -227,7 +228,7 @@ def a_hardware_file_in_a_directory_that_is_there(s: Scene) -> None:
     assert read_hardware(path) == hardware
 
 
-@follows("job/compiled_blocks.py", "needs triton to compile for this device, and it is not installed: install it")
+@follows("planner/compiled_blocks.py", "needs triton to compile for this device, and it is not installed: install it")
 def a_device_that_triton_is_installed_for(s: Scene) -> None:
     gpu = torch.device("cuda")
     with pytest.MonkeyPatch.context() as machine:
@@ -255,7 +256,7 @@ def use_a_model_after_its_job(rank: int, _: int, directory: str) -> str:
         return s.words
 
 
-@follows("job/ending.py", "on several ranks, close the job and use the model, which is whole again")
+@follows("job/job_facts.py", "on several ranks, close the job and use the model, which is whole again")
 def a_model_of_ranks_is_used_after_its_job(s: Scene) -> None:
     s.words = min(on_two_ranks(f"{__name__}:use_a_model_after_its_job", str(s.directory)))
 

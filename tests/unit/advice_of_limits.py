@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 
 import memfit
-from memfit.allocator import install
 from memfit.cli import app
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.job import hard_limit
+from memfit.devices.binding import install
+from memfit.machine import hard_limit
 from unit.advice import BATCH, Scene, follows, live_bytes, loss
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def planned(*arguments: str) -> tuple[int, str]:
     return found.exit_code, " ".join(found.output.split())
 
 
-@follows("job/described.py", "give less, or another capacity: --tiers device=")
+@follows("machine/described.py", "give less, or another capacity: --tiers device=")
 def a_capacity_of_a_described_device(s: Scene) -> None:
     code, s.words = planned("--limit", "30GiB")
     assert code
@@ -46,14 +46,17 @@ def a_capacity_of_a_described_device(s: Scene) -> None:
     assert planned("--limit", "30GiB", "--tiers", "device=30GiB")[0] == 0
 
 
-@follows("job/limit_checks.py", "what was predicted would not be what runs. Leave hardware out, or plan for a machine")
+@follows(
+    "machine/limits_of_process.py",
+    "what was predicted would not be what runs. Leave hardware out, or plan for a machine",
+)
 def a_machine_that_is_not_here_is_planned_for(s: Scene) -> None:
     s.refused(lambda: s.fit(hardware="rtx-4090"))
     s.fit().step(BATCH)
     assert planned()[0] == 0
 
 
-@follows("job/limit_changes.py", "there is none to change: give memfit.fit a limit=")
+@follows("job/breaches.py", "there is none to change: give memfit.fit a limit=")
 def a_limit_that_can_be_changed(s: Scene) -> None:
     s.refused(lambda: s.fit().set_limit("3GiB"))
     s.begin()
@@ -80,7 +83,7 @@ def on_device(s: Scene, limit_bytes: int, **wishes: Any) -> memfit.Job:
     return job
 
 
-@follows("job/limit_changes.py", "takes another plan; here, save the job and fit again with resume=")
+@follows("job/breaches.py", "takes another plan; here, save the job and fit again with resume=")
 def a_job_goes_on_under_a_smaller_limit(s: Scene) -> None:
     wide(s)
     with on_device(s, 64 * MIB, plan=Plan()) as job:
@@ -103,7 +106,7 @@ def a_job_goes_on_under_a_smaller_limit(s: Scene) -> None:
             job.step(BATCH_OF_4)
 
 
-@follows("job/hard_limit.py", "free what is not needed, or leave the limit as it is")
+@follows("machine/hard_limit.py", "free what is not needed, or leave the limit as it is")
 def a_limit_above_what_the_process_holds(s: Scene) -> None:
     with s.fit(limit="4GiB") as job:
         s.refused(lambda: job.set_limit("2MiB"))
@@ -111,7 +114,7 @@ def a_limit_above_what_the_process_holds(s: Scene) -> None:
         assert job.proof().limit_bytes == 4 << 30
 
 
-@follows("job/hard_limit.py", "start from a fresh process, free what is not needed, or raise the limit")
+@follows("machine/hard_limit.py", "start from a fresh process, free what is not needed, or raise the limit")
 def a_limit_above_what_other_threads_hold(s: Scene) -> None:
     with pytest.MonkeyPatch.context() as machine:
         # A thread of the program's takes 5 GiB after `fit` has looked.
@@ -126,7 +129,9 @@ def beside() -> list[Tensor]:
     return [torch.ones(MIB // 4) for _ in range(55)]
 
 
-@follows("job/hard_limit.py", "Nothing was updated. Free it, have it before memfit.fit, raise the limit, or fit with")
+@follows(
+    "machine/hard_limit.py", "Nothing was updated. Free it, have it before memfit.fit, raise the limit, or fit with"
+)
 def a_step_beside_what_else_the_program_keeps(s: Scene) -> None:
     def fit(room_bytes: int = 60 * MIB, **wishes: Any) -> memfit.Job:
         wide(s)
@@ -172,7 +177,8 @@ def fewer_rows_are_evaluated_at_a_time(s: Scene) -> None:
 
 
 @follows(
-    "job/machine.py", "Build the model inside the limit (weights on one device, nothing else alive), or raise the limit"
+    "machine/machine.py",
+    "Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
 )
 def a_phase_of_fit_with_room(s: Scene) -> None:
     def hungry(model: nn.Module, batch: Tensor) -> Tensor:
@@ -249,7 +255,7 @@ def a_cache_that_fits_beside_weights(s: Scene) -> None:
     run(limit="6GiB", cache_limit="4GiB")
 
 
-@follows("job/saving.py", "Free what else the process holds, or raise the limit")
+@follows("runs/saving.py", "Free what else the process holds, or raise the limit")
 def a_save_with_room(s: Scene) -> None:
     wide(s)
     with pytest.raises(memfit.DoesNotFitError) as refused:

@@ -91,7 +91,7 @@ def an_optimizer_that_is_made_in_init(s: Scene) -> None:
     trains(s, lambda p: Begun(p, 0.1))
 
 
-@follows("optimizers/step_hooks.py", "the hook would run behind the update")
+@follows("optimizers/interception.py", "the hook would run behind the update")
 def a_hook_before_fit_or_the_objects_step(s: Scene) -> None:
     taken, ran = s.optimizer.step, list[str]()
     job = s.fit(lines=True)
@@ -108,7 +108,7 @@ def a_hook_before_fit_or_the_objects_step(s: Scene) -> None:
     assert ran == ["late", "early"]
 
 
-@follows("optimizers/step_hooks.py", "returned new arguments for optimizer.step")
+@follows("optimizers/interception.py", "returned new arguments for optimizer.step")
 def a_hook_that_returns_none(s: Scene) -> None:
     job = s.fit()
     hook = s.optimizer.register_step_pre_hook(lambda optimizer, *_: ((optimizer, lambda: 1.0), {}))
@@ -118,7 +118,7 @@ def a_hook_that_returns_none(s: Scene) -> None:
     assert job.step(BATCH).is_finite
 
 
-@follows("optimizers/structure_checks.py", "optimizer.param_groups was changed by hand")
+@follows("optimizers/standing.py", "optimizer.param_groups was changed by hand")
 def groups_are_changed_between_jobs(s: Scene) -> None:
     job, group = s.fit(), s.optimizer.param_groups[0]
     taken = group["params"].pop()
@@ -129,7 +129,7 @@ def groups_are_changed_between_jobs(s: Scene) -> None:
     assert s.fit().step(BATCH).is_finite
 
 
-@follows("optimizers/structure_checks.py", "changed settings that decide which states exist")
+@follows("optimizers/standing.py", "changed settings that decide which states exist")
 def a_job_behind_a_change_of_settings(s: Scene) -> None:
     s.optimizer = SGD(s.model.parameters(), lr=0.1)
     job = s.fit()
@@ -280,7 +280,7 @@ def the_optimizer_inside_and_its_wrapper_in_lines(s: Scene) -> None:
     s.trains_as(lambda model: loss(model, BATCH).backward())
 
 
-@follows("optimizers/step_hooks.py", "it would run torch's global optimizer hooks once a piece")
+@follows("optimizers/interception.py", "it would run torch's global optimizer hooks once a piece")
 def hooks_of_the_optimizer_or_none(s: Scene) -> None:
     class Halved(AdamW):
         def step(self, closure: Any = None) -> Any:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import memfit
-from memfit.api.advise import advise
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
 from memfit.core.tiers import Tier
+from memfit.planner.advise import advise
 from unit.advice import BATCH, ON_DISK, Scene, follows, loss
 
 TWO = Plan(microbatches=2)
@@ -81,7 +81,7 @@ class Ranging(Layer):
         return super().forward(x / (1 + self.range))
 
 
-@follows("job/plan_checks.py", "(a counter, a tensor that is read again, an exchanged module)")
+@follows("planner/plan_checks.py", "(a counter, a tensor that is read again, an exchanged module)")
 def forwards_that_follow_each_other_run_in_turn(s: Scene) -> None:
     make = partial(around, s, Counting)
     make()
@@ -91,7 +91,7 @@ def forwards_that_follow_each_other_run_in_turn(s: Scene) -> None:
     s.fit(plan=TWO).step(BATCH)
 
 
-@follows("job/plan_checks.py", "changes a tensor in place that its module keeps (no buffer)")
+@follows("planner/plan_checks.py", "changes a tensor in place that its module keeps (no buffer)")
 def a_module_that_writes_its_tensor_runs_in_turn(s: Scene) -> None:
     make = partial(around, s, Remembering)
     make()
@@ -99,7 +99,9 @@ def a_module_that_writes_its_tensor_runs_in_turn(s: Scene) -> None:
     steps(s, make, IN_TURN, Plan(), **ALLOWED)
 
 
-@follows("job/plan_checks.py", "microbatches would not mean the same as the whole batch, and their order would show")
+@follows(
+    "planner/plan_checks.py", "microbatches would not mean the same as the whole batch, and their order would show"
+)
 def ranges_of_a_batch_are_frozen(s: Scene) -> None:
     make = partial(around, s, Ranging)
     make()
@@ -108,7 +110,7 @@ def ranges_of_a_batch_are_frozen(s: Scene) -> None:
     steps(s, lambda: make().eval(), IN_TURN)
 
 
-@follows("job/plan_checks.py", "(batch norm in training mode)")
+@follows("planner/plan_checks.py", "(batch norm in training mode)")
 def statistics_of_a_batch_are_frozen(s: Scene) -> None:
     make = partial(around, s, partial(nn.BatchNorm1d, 8))
     make()
@@ -123,7 +125,7 @@ def scaled(model: Any, batch: Tensor) -> Tensor:
     return model[2](hidden).square().mean()
 
 
-@follows("job/plan_checks.py", "is called with other tensors in the places of its parameters")
+@follows("planner/plan_checks.py", "is called with other tensors in the places of its parameters")
 def calls_with_other_weights_come_in_turn(s: Scene) -> None:
     make = partial(around, s, partial(nn.Linear, 8, 8))
     make()
@@ -140,7 +142,7 @@ class Bounded(Layer):
         return super().forward(x)
 
 
-@follows("job/plan_checks.py", "that is kept only under a plan that")
+@follows("planner/plan_checks.py", "that is kept only under a plan that")
 def a_weight_is_bounded_between_steps(s: Scene) -> None:
     make = partial(around, s, Bounded)
     make()
@@ -153,7 +155,7 @@ def a_weight_is_bounded_between_steps(s: Scene) -> None:
         job.step(BATCH)
 
 
-@follows("job/plan_checks.py", "the plan sends the weights of block")
+@follows("planner/plan_checks.py", "the plan sends the weights of block")
 def a_weight_that_the_loss_reads_stays(s: Scene) -> None:
     def held(model: Any, batch: Tensor) -> Tensor:
         return model(batch).square().mean() + model[0].weight.square().sum()
@@ -181,7 +183,7 @@ class HandTied(nn.Module):
         return self.norm(x) @ self.first.weight
 
 
-@follows("job/plan_checks.py", "so the tail cannot run back on its own: plan tail=None")
+@follows("planner/plan_checks.py", "so the tail cannot run back on its own: plan tail=None")
 def a_head_by_hand_has_no_tail(s: Scene) -> None:
     around(s, HandTied)
     calls = len(next(iter(memfit.profile(s.model, s.optimizer, loss, BATCH).traces.values())).calls)
@@ -195,7 +197,7 @@ def balances(model: Any) -> None:
     model[0].weight.register_hook(lambda grad: None if last.grad is None else grad + 0.5 * last.grad.mean())
 
 
-@follows("job/plan_checks.py", "while backward runs, which the plan drops before: plan")
+@follows("planner/plan_checks.py", "while backward runs, which the plan drops before: plan")
 def gradients_that_a_hook_reads_stay(s: Scene) -> None:
     def make() -> None:
         s.begin()
@@ -210,7 +212,7 @@ def gradients_that_a_hook_reads_stay(s: Scene) -> None:
         assert job.gradient("2.weight") is not None
 
 
-@follows("job/user_hooks.py", "sees shares of the gradient instead of all: plan microbatches=1, or")
+@follows("planner/user_hooks.py", "sees shares of the gradient instead of all: plan microbatches=1, or")
 def a_batch_stays_whole_for_a_hook(s: Scene) -> None:
     def make(hook: Callable[[Tensor], Tensor]) -> None:
         s.begin()
@@ -223,7 +225,7 @@ def a_batch_stays_whole_for_a_hook(s: Scene) -> None:
     steps(s, lambda: make(lambda grad: grad * mask), IN_TURN, **ALLOWED)
 
 
-@follows("job/plan_checks.py", "is compiled with torch.compile around the calls at which weights come and go:")
+@follows("planner/plan_checks.py", "is compiled with torch.compile around the calls at which weights come and go:")
 def each_layer_is_compiled(s: Scene) -> None:
     s.model.compile(backend="eager")
     s.refused(lambda: s.fit(plan=ON_DISK))
@@ -233,7 +235,7 @@ def each_layer_is_compiled(s: Scene) -> None:
     s.fit(plan=ON_DISK).step(BATCH)
 
 
-@follows("job/plan_checks.py", "has no effect:")
+@follows("planner/plan_checks.py", "has no effect:")
 def an_allowance_without_effect_is_left_out(s: Scene) -> None:
     s.optimizer = torch.optim.SGD(s.model.parameters(), lr=1e-2)
     s.refused(lambda: s.fit(allow={"int8-state"}))
@@ -247,20 +249,20 @@ def homes(tier: Tier, **decided: Any) -> Plan:
     return Plan(blocks=dict.fromkeys("02", BlockPlan(gradient_home=tier, state_home=tier, **decided)))
 
 
-@follows("job/plan_checks.py", "the plan names the tier 'host', but without a GPU")
+@follows("planner/plan_checks.py", "the plan names the tier 'host', but without a GPU")
 def homes_on_disk_or_beside_an_emulated_device(s: Scene) -> None:
     s.refused(lambda: s.fit(plan=homes(Tier.HOST)))
     steps(s, s.begin, homes(Tier.DEVICE), homes(Tier.DISK))
     steps(s, s.begin, homes(Tier.HOST), emulate_device=True)
 
 
-@follows("job/plan_checks.py", "which this job does not have: it has")
+@follows("planner/plan_checks.py", "which this job does not have: it has")
 def homes_in_a_tier_that_the_job_has(s: Scene) -> None:
     s.refused(lambda: s.fit(plan=homes(Tier("node"))))
     steps(s, s.begin, homes(Tier.DISK))
 
 
-@follows("job/plan_checks.py", "the plan updates blocks on the host, and")
+@follows("planner/plan_checks.py", "the plan updates blocks on the host, and")
 def updates_on_the_device(s: Scene) -> None:
     plan = homes(Tier.HOST, update_on=Tier.HOST)
     ask = lambda plan: advise(s.model, s.optimizer, loss, BATCH, plan=plan, hardware="rtx-4090").plan  # noqa: E731

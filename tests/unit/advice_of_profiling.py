@@ -33,7 +33,7 @@ def scripted() -> nn.Module:
         return torch.jit.script(three_layers())
 
 
-@follows("profiling/blocks.py", "is a TorchScript module")
+@follows("trace/blocks.py", "is a TorchScript module")
 def the_module_that_was_scripted(s: Scene) -> None:
     s.begin(scripted)
     s.refused(s.fit)
@@ -41,7 +41,7 @@ def the_module_that_was_scripted(s: Scene) -> None:
     trains(s)
 
 
-@follows("profiling/blocks.py", "a tensor whose values lie in other tensors inside it")
+@follows("trace/blocks.py", "a tensor whose values lie in other tensors inside it")
 def adapters_on_ordinary_weights(s: Scene) -> None:
     def frozen() -> nn.Module:
         model = three_layers()
@@ -75,14 +75,14 @@ class Listing(nn.Module):
         return last(torch.tanh(first(batch)))
 
 
-@follows("profiling/blocks.py", "name its members instead")
+@follows("trace/blocks.py", "name its members instead")
 def members_of_a_list(s: Scene) -> None:
     s.begin(Listing)
     s.refused(lambda: s.fit(blocks=["layers"]))
     trains(s, blocks=["layers.0", "layers.1"])
 
 
-@follows("profiling/blocks.py", "run the model once, then profile it")
+@follows("trace/blocks.py", "run the model once, then profile it")
 def a_lazy_model_that_has_run(s: Scene) -> None:
     def lazy() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
@@ -112,7 +112,7 @@ class Counting(nn.Module):
         return self.inner(batch)
 
 
-@follows("profiling/program_state.py", "that it keeps (")
+@follows("trace/program_state.py", "that it keeps (")
 def a_large_tensor_that_a_loss_writes(s: Scene) -> None:
     kept = torch.zeros(1 << 19)
 
@@ -154,7 +154,7 @@ class Changing(nn.Module):
         return self.inner(batch) if weight is None else nn.functional.linear(batch, weight, self.inner.bias)
 
 
-@follows("profiling/recorder.py", "other memory")
+@follows("trace/recorder.py", "other memory")
 def a_weight_that_is_changed_in_place(s: Scene) -> None:
     def other(weight: Tensor) -> None:
         weight.data = weight.data * 0.5
@@ -190,7 +190,7 @@ class Halving(nn.Module):
         return out + positive(out)
 
 
-@follows("profiling/recorder.py", "the trace itself would change it")
+@follows("trace/recorder.py", "the trace itself would change it")
 def a_buffer_or_a_change_between_steps(s: Scene) -> None:
     s.begin(lambda: Halving(has_buffer=False))
     s.refused(s.fit)
@@ -204,7 +204,7 @@ def a_buffer_or_a_change_between_steps(s: Scene) -> None:
     s.trains_as(lambda model: [model.matrix.data.mul_(0.5), loss(model, BATCH).backward()])
 
 
-@follows("profiling/recorder.py", "that is not part of the model")
+@follows("trace/recorder.py", "that is not part of the model")
 def one_module_with_all_that_trains(s: Scene) -> None:
     beside = nn.Linear(8, 8)
     s.refused(lambda: s.fit(lambda model, batch: loss(beside, model(batch))))
@@ -215,7 +215,7 @@ def one_module_with_all_that_trains(s: Scene) -> None:
     trains(s, lambda model, batch: loss(beside, model(batch)))
 
 
-@follows("profiling/summary.py", "or make it repeatable")
+@follows("trace/summary.py", "or make it repeatable")
 def a_draw_from_a_default_generator(s: Scene) -> None:
     turns = itertools.cycle([True, False])
 
@@ -234,7 +234,7 @@ def a_draw_from_a_default_generator(s: Scene) -> None:
     trains(s, scaled(lambda: True))
 
 
-@follows("profiling/trace_run.py", "returned a value without gradient")
+@follows("trace/trace_run.py", "returned a value without gradient")
 def a_loss_that_is_not_detached(s: Scene) -> None:
     def frozen() -> nn.Module:
         return three_layers().requires_grad_(False)
@@ -276,7 +276,7 @@ def joined(model: Any, batch: Tensor) -> Tensor:
 LARGER = torch.cat([BATCH, BATCH])
 
 
-@follows("profiling/trace.py", "It cannot run on data either")
+@follows("trace/trace.py", "It cannot run on data either")
 def a_sample_that_reads_numbers(s: Scene) -> None:
     job = s.fit(reading, plan=ON_DISK)
     s.refused(lambda: job.step(LARGER))
@@ -292,7 +292,7 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
 
 
-@follows("profiling/trace.py", "met the limit")
+@follows("trace/trace.py", "met the limit")
 def rows_that_fit_the_limit(s: Scene) -> None:
     live_bytes()  # counts from here on
     batch = torch.randn(2, 1 << 15, 8)
@@ -314,7 +314,7 @@ def rows_that_fit_the_limit(s: Scene) -> None:
     fitted(joined, 20, batch[:1])
 
 
-@follows("profiling/trace.py", "is new in the model")
+@follows("trace/trace.py", "is new in the model")
 def a_job_for_a_new_parameter(s: Scene) -> None:
     job = s.fit()
     s.model.shift = nn.Parameter(torch.zeros(8))

@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import memfit
-from memfit.api import load
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import ComputeDtype, StateFormat
 from memfit.core.tiers import Tier
-from memfit.job import exporting
-from memfit.job.exporting import export_run
+from memfit.job.loading import load
+from memfit.runs import exporting
+from memfit.runs.exporting import export_run
 from unit.advice import BATCH, ON_DISK, Scene, follows, loss
 
 
@@ -157,7 +156,7 @@ def files_of_one_save(s: Scene) -> None:
 # --- saves ---------------------------------------------------------------------------------------
 
 
-@follows("job/saving.py", 'job.save(form=...) is "memfit", "trainer" or "weights", not')
+@follows("runs/saving.py", 'job.save(form=...) is "memfit", "trainer" or "weights", not')
 def forms_of_a_save(s: Scene) -> None:
     job = s.fit()
     s.refused(lambda: job.save(s.directory / "saved", form="zip"))  # type: ignore[arg-type]
@@ -165,7 +164,7 @@ def forms_of_a_save(s: Scene) -> None:
         assert job.save(s.directory / form, form=form).directory.is_dir()
 
 
-@follows("job/saving.py", "has no place for extra=: save it in a file of your own")
+@follows("runs/saving.py", "has no place for extra=: save it in a file of your own")
 def values_beside_weights_in_a_file(s: Scene) -> None:
     job, values = s.fit(), {"epoch": 3}
     s.refused(lambda: job.save(s.directory / "saved", form="weights", extra=values))
@@ -175,7 +174,7 @@ def values_beside_weights_in_a_file(s: Scene) -> None:
     assert torch.load(s.directory / "saved" / "epoch.pt") == values
 
 
-@follows("job/saving.py", "name another directory, or remove that one first")
+@follows("runs/saving.py", "name another directory, or remove that one first")
 def a_directory_without_another_model(s: Scene) -> None:
     directory = s.directory / "gpt2"
     directory.mkdir()
@@ -293,14 +292,14 @@ def runs(s: Scene, plan: Plan, **wishes: Any) -> Path:
     return s.directory / "run"
 
 
-@follows("job/exporting.py", "has files already, and a checkpoint has a directory of its own: name another")
+@follows("runs/exporting.py", "has files already, and a checkpoint has a directory of its own: name another")
 def a_checkpoint_in_another_directory(s: Scene) -> None:
     store = runs(s, Plan())
     s.refused(lambda: export_run(store, s.directory, form="dcp"))
     assert export_run(store, s.directory / "another", form="dcp").files
 
 
-@follows("job/exporting.py", ", which only a job decodes: go on with it and call job.save(...)")
+@follows("runs/exporting.py", ", which only a job decodes: go on with it and call job.save(...)")
 def split_masters_are_saved_by_a_job(s: Scene) -> None:
     store = runs(s, Plan(compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True), allow={"bf16"})
     s.refused(lambda: export_run(store, s.directory / "exported"))
@@ -312,7 +311,7 @@ def split_masters_are_saved_by_a_job(s: Scene) -> None:
     load(s.directory / "saved", s.model, s.optimizer)
 
 
-@follows("job/exporting.py", ", which this memfit does not know: use the version that wrote it")
+@follows("runs/exporting.py", ", which this memfit does not know: use the version that wrote it")
 def the_version_that_wrote_a_run(s: Scene) -> None:
     s.model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
     s.optimizer = torch.optim.AdamW(s.model.parameters(), lr=1e-2)
@@ -324,7 +323,7 @@ def the_version_that_wrote_a_run(s: Scene) -> None:
     assert export_run(s.directory / "run", s.directory / "exported").files
 
 
-@follows("job/exporting.py", "let the program go on with the run once (memfit.fit makes the updates), then export")
+@follows("runs/exporting.py", "let the program go on with the run once (memfit.fit makes the updates), then export")
 def a_step_under_way_is_made_first(s: Scene) -> None:
     store, wishes = (
         s.directory / "run",

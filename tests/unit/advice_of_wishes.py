@@ -45,7 +45,7 @@ def runs(s: Scene, **wishes: Any) -> None:
     s.trains_as(plain)
 
 
-@follows("api/fit.py", "is a checkpoint of transformers' Trainer")
+@follows("job/fit.py", "is a checkpoint of transformers' Trainer")
 def weights_of_a_trainers_checkpoint(s: Scene) -> None:
     state = {"global_step": 3, "log_history": []}
     (s.directory / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -57,7 +57,7 @@ def weights_of_a_trainers_checkpoint(s: Scene) -> None:
     assert all(torch.equal(values, weights[name]) for name, values in s.model.state_dict().items())
 
 
-@follows("api/fit.py", "the kernel would hold the process to nothing")
+@follows("job/fit.py", "the kernel would hold the process to nothing")
 def a_limit_for_the_kernel_or_none(s: Scene) -> None:
     s.refused(lambda: s.fit(enforce="kernel"))
     with s.fit(enforce="kernel", limit="8GiB") as job:
@@ -65,21 +65,21 @@ def a_limit_for_the_kernel_or_none(s: Scene) -> None:
     trains(s)
 
 
-@follows("api/fit.py", "makes a step again from the commit of the step before")
+@follows("job/fit.py", "makes a step again from the commit of the step before")
 def a_store_to_replan_from(s: Scene) -> None:
     s.refused(lambda: s.fit(on_breach="replan"))
     s.refused(lambda: s.fit(on_breach="replan", store=s.directory / "run", durability=2))
     trains(s, on_breach="replan", store=s.directory / "run")
 
 
-@follows("api/fit.py", "takes a run up again from its last commit")
+@follows("job/fit.py", "takes a run up again from its last commit")
 def a_store_to_adapt_from(s: Scene) -> None:
     s.refused(lambda: s.fit(adapt=True, durability="step"))
     s.refused(lambda: s.fit(adapt=True, store=s.directory / "run", durability=2))
     trains(s, adapt=True, store=s.directory / "run")
 
 
-@follows("api/fit.py", "fit takes store= (go on from there, or begin there)")
+@follows("job/fit.py", "fit takes store= (go on from there, or begin there)")
 def one_directory_of_a_run(s: Scene) -> None:
     run = s.directory / "run"
     s.refused(lambda: s.fit(store=run, resume=run))
@@ -88,33 +88,33 @@ def one_directory_of_a_run(s: Scene) -> None:
     assert s.fit(resume=run).steps == 1
 
 
-@follows("api/fit.py", "says how often a run is committed: name its directory")
+@follows("job/fit.py", "says how often a run is committed: name its directory")
 def a_run_of_some_durability(s: Scene) -> None:
     s.refused(lambda: s.fit(durability=2))
     trains(s, durability=2, store=s.directory / "run")
 
 
-@follows("api/fit.py", "says how a run is kept: name its directory")
+@follows("job/fit.py", "says how a run is kept: name its directory")
 def a_run_of_a_scheme(s: Scene) -> None:
     s.refused(lambda: s.fit(scheme="journal"))
     trains(s, scheme="journal", store=s.directory / "run")
 
 
-@follows("api/fit.py", "is chosen for job.step of one process")
+@follows("job/fit.py", "is chosen for job.step of one process")
 def lines_and_ranks_without_a_technique(s: Scene) -> None:
     s.refused(lambda: s.fit(plan="checkpoint-every-block", lines=True))
     runs(s)
     assert refused_on_two_ranks()[0] == s.words
 
 
-@follows("api/given_plans.py", "is no file, and no technique")
+@follows("planner/given_plans.py", "is no file, and no technique")
 def a_technique_by_its_name(s: Scene) -> None:
     s.refused(lambda: s.fit(plan="checkpoint-every-blok"))
     assert "did you mean 'checkpoint-every-block'" in s.words
     trains(s, plan="checkpoint-every-block")
 
 
-@follows("api/lines_plan.py", "microbatches, and fit(lines=True) leaves that to your loop")
+@follows("planner/given_plans.py", "microbatches, and fit(lines=True) leaves that to your loop")
 def a_loop_with_a_backward_for_each_part(s: Scene) -> None:
     s.refused(lambda: s.fit(lines=True, plan=Plan(microbatches=2)))
 
@@ -129,7 +129,7 @@ def a_loop_with_a_backward_for_each_part(s: Scene) -> None:
     s.trains_as(halves)
 
 
-@follows("api/lines_plan.py", "the plan computes the loss in chunks")
+@follows("planner/given_plans.py", "the plan computes the loss in chunks")
 def a_plan_of_lines_without_chunks(s: Scene) -> None:
     s.refused(lambda: s.fit(lines=True, plan=Plan(loss_chunk_tokens=2)))
     runs(s, plan=Plan(loss_chunk_tokens=None))
@@ -140,7 +140,7 @@ def halved(model: nn.Module, batch: Tensor) -> Tensor:
         return loss(model, batch)
 
 
-@follows("api/lines_plan.py", "scales losses, and fit(lines=True) leaves that to your loop")
+@follows("planner/given_plans.py", "scales losses, and fit(lines=True) leaves that to your loop")
 def autocast_and_a_scaler_in_lines_or_a_step(s: Scene) -> None:
     half = Plan(compute_dtype="float16")  # type: ignore[arg-type]
     s.refused(lambda: s.fit(lines=True, plan=half, allow={"fp16"}))
@@ -159,7 +159,7 @@ def autocast_and_a_scaler_in_lines_or_a_step(s: Scene) -> None:
     assert s.fit(plan=half, allow={"fp16"}).step(BATCH).is_finite
 
 
-@follows("api/lines_plan.py", "fit(lines=True) goes without")
+@follows("planner/given_plans.py", "fit(lines=True) goes without")
 def lines_that_do_it_themselves(s: Scene) -> None:
     wishes: dict[str, Any] = {
         "clip in your lines": {"max_grad_norm": 0.1},
@@ -185,7 +185,7 @@ def lines_that_do_it_themselves(s: Scene) -> None:
     s.trains_as(clipped)
 
 
-@follows("api/parts_plan.py", "takes one batch of your loop as its sample")
+@follows("planner/given_plans.py", "takes one batch of your loop as its sample")
 def lines_of_a_batch_and_steps_of_parts(s: Scene) -> None:
     s.refused(lambda: s.fit(lines=True, sample=Parts([BATCH])))
     runs(s)
@@ -193,7 +193,7 @@ def lines_of_a_batch_and_steps_of_parts(s: Scene) -> None:
     assert s.fit(sample=Parts([BATCH])).step(Parts([BATCH])).is_finite
 
 
-@follows("api/parts_plan.py", "say what each counts for by shares=")
+@follows("planner/given_plans.py", "say what each counts for by shares=")
 def shares_instead_of_weights(s: Scene) -> None:
     halves = [*BATCH.split(2)]
     s.refused(lambda: s.fit(sample=Parts(halves), weight=len))
@@ -235,22 +235,22 @@ def refused_on_two_ranks() -> list[str]:
         return on_two_ranks(f"{__name__}:follow_on_ranks", directory)[0]
 
 
-@follows("api/parts_plan.py", "on several ranks give job.step the rank's whole batch")
+@follows("planner/given_plans.py", "on several ranks give job.step the rank's whole batch")
 def a_whole_batch_on_each_rank(s: Scene) -> None:
     s.words = refused_on_two_ranks()[1]
 
 
-@follows("api/over_ranks.py", "ranks, and there are")
+@follows("job/over_ranks.py", "ranks, and there are")
 def a_plan_for_as_many_ranks_or_none(s: Scene) -> None:
     s.words = refused_on_two_ranks()[2]
 
 
-@follows("api/over_ranks.py", "is for one process: leave it out on")
+@follows("job/over_ranks.py", "is for one process: leave it out on")
 def steps_without_lines_on_ranks(s: Scene) -> None:
     s.words = refused_on_two_ranks()[3]
 
 
-@follows("api/fit.py", "start as many by torchrun, and initialize torch.distributed before fit")
+@follows("job/fit.py", "start as many by torchrun, and initialize torch.distributed before fit")
 def as_many_ranks_as_the_plan_is_for(s: Scene) -> None:
     s.refused(lambda: s.fit(plan=Plan(ranks=2)))
     assert refused_on_two_ranks()  # trained with this plan
@@ -294,7 +294,7 @@ def a_buffer_whose_name_is_text(s: Scene) -> None:
     saves(s, "values", torch.zeros(2))
 
 
-@follows("api/deciding.py", "the plan keeps frozen weights in")
+@follows("job/deciding.py", "the plan keeps frozen weights in")
 def frozen_weights_in_few_bits_without_a_store(s: Scene) -> None:
     def begin() -> Plan:
         s.begin()
@@ -307,7 +307,7 @@ def frozen_weights_in_few_bits_without_a_store(s: Scene) -> None:
     assert job.save(s.directory / "saved").directory.is_dir()
 
 
-@follows("api/deciding.py", ": raise the limit, or keep less there")
+@follows("job/deciding.py", ": raise the limit, or keep less there")
 def more_of_the_disk_or_less_on_it(s: Scene) -> None:
     homes = Plan(blocks={"0": BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)})
     s.refused(lambda: s.fit(plan=homes, disk_limit="1KiB"))
@@ -315,7 +315,7 @@ def more_of_the_disk_or_less_on_it(s: Scene) -> None:
     trains(s, plan=Plan(), disk_limit="1KiB")
 
 
-@follows("api/deciding.py", "the store claims")
+@follows("job/deciding.py", "the store claims")
 def a_store_of_more_disk_or_of_states_in_few_bits(s: Scene) -> None:
     s.begin(lambda: nn.Sequential(nn.Linear(8, 4100), nn.BatchNorm1d(4100), nn.Linear(4100, 8)))
     with s.fit(store=s.directory / "run") as job:

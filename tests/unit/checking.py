@@ -7,8 +7,8 @@ from dataclasses import replace
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
-from memfit.scheduling.check import check_step
-from memfit.scheduling.lower import lower
+from memfit.step.check import check_step
+from memfit.step.lower import lower
 
 
 def check_schedule(

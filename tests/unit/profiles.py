@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, TensorProfile, TraceProfile
+from memfit.core.profile import (
+    BlockProfile,
+    CallProfile,
+    HeldResults,
+    Profile,
+    StorageProfile,
+    TensorProfile,
+    TraceProfile,
+)
 from memfit.core.saved_policies import Saved
-from memfit.core.storage_profile import StorageProfile
 
 PAGE = 4096
 

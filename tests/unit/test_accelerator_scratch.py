@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from memfit.api.advise import advise
 from memfit.core.errors import UsageError
-from memfit.core.hardware import Hardware
-from memfit.core.limits import DEVICE_RESERVE_BYTES, LIBRARY_BYTES
-from memfit.core.machines import machine_names, read_hardware
+from memfit.core.hardware import Hardware, machine_names, read_hardware
+from memfit.core.limits import DEVICE_RESERVE_BYTES, LIBRARY_BYTES, MIB
 from memfit.core.tiers import is_processor
-from memfit.core.units import MIB
-from memfit.profiling.accelerator_scratch import accelerator_table
+from memfit.planner.advise import advise
+from memfit.trace.workspaces import accelerator_table
 
 aten = torch.ops.aten
 SIDE = 512

@@ -30,20 +30,29 @@ from memfit.core.saved_policies import Saved
 from unit.advice import BATCH, CASES, ON_DISK, Scene, follows, loss
 
 SOURCE = Path(memfit.__file__).parent
+# Packages and files whose refusals are followed.
 ROOMS = [
     "engine",
-    "activations",
     "homes",
     "tensors",
     "job",
-    "profiling",
+    "trace",
     "optimizers",
-    "api",
-    "batches",
-    "huggingface",
+    "planner",
     "integrations",
-    "distributed",
+    "mesh",
+    "machine/described.py",
+    "machine/hard_limit.py",
+    "machine/limits_of_process.py",
+    "machine/machine.py",
+    "machine/measuring_rates.py",
+    "machine/probing.py",
+    "files/weight_sources.py",
+    "runs/exporting.py",
+    "runs/saving.py",
 ]
+# Those of recipes, of the torch-free search and of the parameter server are not.
+PASSED_OVER = ("integrations/recipes/", "planner/search/", "job/push_clocks.py", "job/served.py", "job/server.py")
 ERRORS = [
     "UsageError",
     "UnsupportedError",
@@ -103,7 +112,10 @@ def named_constants(tree: ast.Module, trees: dict[str, ast.Module]) -> dict[str,
 
 def refusals() -> Iterator[str]:
     """Yields each refusal that names a cure: its file, and the beginning of its text without what is filled in."""
-    paths = [path.relative_to(SOURCE) for room in ROOMS for path in sorted((SOURCE / room).rglob("*.py"))]
+    found = [SOURCE / room for room in ROOMS]
+    files = [path for each in found for path in ([each] if each.is_file() else sorted(each.rglob("*.py")))]
+    paths = [path.relative_to(SOURCE) for path in files]
+    paths = [path for path in paths if not path.as_posix().startswith(PASSED_OVER)]
     names = {path: ".".join(("memfit", *path.with_suffix("").parts)) for path in paths}
     trees = {names[path]: ast.parse((SOURCE / path).read_text(encoding="utf-8")) for path in paths}
     for path in paths:
@@ -139,7 +151,7 @@ def perturbed(model: nn.Module, batch: Tensor) -> Tensor:
     return loss(model, (batch + 0.1 * slope.sign()).detach())
 
 
-@follows("profiling/trace_run.py", "the loss runs a backward of its own")
+@follows("trace/trace_run.py", "the loss runs a backward of its own")
 def a_backward_whose_gradients_are_numbers_runs_in_a_loop(s: Scene) -> None:
     for lines in (False, True):
         s.refused(lambda lines=lines: s.fit(perturbed, lines=lines))
@@ -341,7 +353,7 @@ def all_blocks_watched(s: Scene) -> None:
     assert {"0.weight", "2.bias"} <= {*seen}
 
 
-@follows("api/first_batch.py", "gives its batches once")
+@follows("planner/first_batch.py", "gives its batches once")
 def a_batch_that_is_drawn_is_trained_on_first(s: Scene) -> None:
     batches = (BATCH + number for number in range(3))
     s.refused(lambda: memfit.first_batch(batches))
@@ -353,13 +365,13 @@ def a_batch_that_is_drawn_is_trained_on_first(s: Scene) -> None:
         assert job.steps == 3
 
 
-@follows("api/first_batch.py", "gives no batches")
+@follows("planner/first_batch.py", "gives no batches")
 def a_loader_over_data_that_is_there(s: Scene) -> None:
     s.refused(lambda: memfit.first_batch([]))
     assert memfit.first_batch([BATCH]) is BATCH
 
 
-@follows("batches/batch.py", "which gives batches, and not a batch")
+@follows("trace/batch.py", "which gives batches, and not a batch")
 def each_batch_of_a_loader(s: Scene) -> None:
     job, loader = s.fit(), torch.utils.data.DataLoader(BATCH, batch_size=4)  # type: ignore[arg-type]
     s.refused(lambda: job.step(loader))
@@ -367,7 +379,7 @@ def each_batch_of_a_loader(s: Scene) -> None:
         assert job.step(batch).is_finite
 
 
-@follows("batches/batch.py", "this is a dataset")
+@follows("trace/batch.py", "this is a dataset")
 def batches_of_a_datasets_loader(s: Scene) -> None:
     data = torch.utils.data.TensorDataset(BATCH)
     s.refused(lambda: memfit.fit(s.model, s.optimizer, loss, data))
@@ -402,7 +414,7 @@ def an_optimizer_that_reads_values_of_a_whole_parameter(s: Scene) -> None:
     s.fit().step(BATCH)
 
 
-@follows("profiling/blocks.py", "each process of a mesh has a part")
+@follows("trace/blocks.py", "each process of a mesh has a part")
 def a_model_that_is_divided_over_a_mesh(s: Scene) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import memfit
-from memfit.arena import Arena, plan_offsets
 from memfit.core.errors import UsageError
+from memfit.devices.buffer_arena import Arena, plan_offsets
 
 
 def test_the_arena_is_reached_by_a_public_name() -> None:

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import memfit
 from memfit.core.errors import MemfitWarning, UsageError
-from memfit.core.limits import Limits
-from memfit.core.units import format_seconds, parse_bytes
-from memfit.job.limit_checks import check_limit
-from memfit.verification.proof import Proof
+from memfit.core.limits import Limits, format_seconds, parse_bytes
+from memfit.machine.limits_of_process import check_limit
+from memfit.machine.proof import Proof
 
 ROWS = 4
 
@@ -98,8 +97,8 @@ def test_a_limit_above_what_the_machine_has_is_refused() -> None:
 
 
 def test_a_limit_above_that_of_the_processs_cgroup_is_refused_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.host.cgroups import Ceiling, Cgroup
-    from memfit.job import limit_checks as arguments
+    from memfit.machine import limits_of_process as arguments
+    from memfit.machine.host.read import Ceiling, Cgroup
 
     ceiling = Ceiling(value=float(1 << 30), file="/sys/fs/cgroup/memory.max")
     monkeypatch.setattr(arguments, "read_cgroup", lambda _: Cgroup(quota=None, memory=ceiling, memory_high=None))

@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.core.errors import StoreError
-from memfit.deferred.aside import WeightsAside
+from memfit.files.weight_sources import WeightsAside
 from memfit.store import FileOperations
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from memfit.batches.batch import UncuttableError, batch_rows, slice_batch
 from memfit.core.errors import UsageError
+from memfit.trace.batch import UncuttableError, batch_rows, slice_batch
 
 
 class Pair(NamedTuple):

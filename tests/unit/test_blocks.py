@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from memfit.core.errors import UsageError
-from memfit.profiling.blocks import BlockMap, find_blocks
+from memfit.trace.blocks import BlockMap, find_blocks
 
 transformers = pytest.importorskip("transformers")
 

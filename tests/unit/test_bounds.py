@@ -7,19 +7,18 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import MIB
 from memfit.core.plan import CallPlan, Order, Plan
-from memfit.core.profile import BlockProfile, CallProfile, Profile, TensorProfile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
 from memfit.core.saved_policies import Saved
-from memfit.core.storage_profile import StorageProfile
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
-from memfit.planning.bounds import PeakBounds
-from memfit.planning.candidates import Candidate, list_candidates
-from memfit.planning.pricing import price, price_all
-from memfit.prediction.bytes import peaks
-from memfit.prediction.predict import appraise
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search.bounds import PeakBounds
+from memfit.planner.search.candidates import Candidate, list_candidates
+from memfit.planner.search.pricing import price, price_all
+from memfit.step.build import build_step
+from memfit.step.bytes import peaks
+from memfit.step.lower import lower
+from memfit.step.predict import appraise
 from unit.profiles import block, chain_profile, gpt_profile
 from unit.test_mixing import card, question
 

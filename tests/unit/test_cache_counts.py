@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from memfit.huggingface.cache_records import CacheRecord
-from memfit.huggingface.caches import OffloadedCaches
+from memfit.engine.caches import CacheRecord, OffloadedCaches
 
 
 class Layer:

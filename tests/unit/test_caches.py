@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memfit import devices
-from memfit.host import cache_bytes
+from memfit.machine.host.read import cache_bytes
 
 
 def tell(root: Path, index: int, **files: str) -> None:

@@ -6,20 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
-from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
-from memfit.core.step import Step, UpdatePlace
+from memfit.core.step import Step, Timeline, UpdatePlace
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
-from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
-from memfit.prediction.pace import work_seconds
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.step.build import build_step
+from memfit.step.clock import work_seconds
+from memfit.step.lower import lower
+from memfit.step.predict import GROUPS, calibrated, fit_factors, largest_deviations, predict
 from unit.profiles import gpt_profile
 
 MACHINE = Hardware(

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from equivalence import small_models
-from memfit.allocator import install
-from memfit.verification import census as census_module
-from memfit.verification.census import Census
-from memfit.verification.closures import CallbackFinding, CallbackKind, inspect_callbacks
-from memfit.verification.graphs import graph_of
-from memfit.verification.holders import Holder, HolderKind, HolderSearch
-from memfit.verification.meters import CpuMeter
+from memfit.devices.binding import install
+from memfit.machine import leak_report as census_module
+from memfit.machine.closures import CallbackFinding, CallbackKind, graph_of, inspect_callbacks
+from memfit.machine.holders import Holder, HolderKind, HolderSearch
+from memfit.machine.leak_report import Census
+from memfit.machine.meters import CpuMeter
 
 HERE = Path(__file__).name
 

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.ahead import Ahead
-from memfit.planning.chain import chain_bound_s, clock_bound_s, frame_bound_s
-from memfit.planning.chain_flows import COMPUTE, flows_of
-from memfit.planning.chain_prices import ChainPrices
-from memfit.planning.menus import HomeRules, list_homes, list_policies
-from memfit.planning.mixed_units import Mixture, find_units, mixed_plan
-from memfit.planning.mixing import ByteRoom, MixtureProgram
-from memfit.planning.slot_prices import Judge, uniform
+from memfit.planner.search.chain import COMPUTE, ChainPrices, chain_bound_s, clock_bound_s, flows_of, frame_bound_s
+from memfit.planner.search.mixed_units import HomeRules, Mixture, find_units, list_homes, list_policies, mixed_plan
+from memfit.planner.search.mixing import ByteRoom, MixtureProgram
+from memfit.planner.search.polish import Ahead
+from memfit.planner.search.slot_prices import Judge, uniform
 from unit.test_mixing import RECOMPUTE, TIERS, card, large_profile, question
 
 # Prices of one unit are shifted to others, and the first and the last have neighbours of another

@@ -13,23 +13,22 @@ from torch import nn
 
 import memfit
 from equivalence import zoo
-from memfit.api import advise as advice_module
-from memfit.api import choosing
-from memfit.api.advise import Advice, advise
-from memfit.api.choosing_in_room import choose_in_room
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.rates import Rate
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
-from memfit.job import described
-from memfit.job.problem import Problem
-from memfit.planning import planner
-from memfit.planning.refusals import Refusal
+from memfit.machine import described
+from memfit.planner import advise as advice_module
+from memfit.planner import choosing
+from memfit.planner.advise import Advice, advise
+from memfit.planner.choosing import choose_in_room
+from memfit.planner.problem import Problem
+from memfit.planner.search import planner
+from memfit.planner.search.pricing import Refusal
 
 MACHINE = Hardware(
     device="cpu",

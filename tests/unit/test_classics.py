@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.api.given_plans import read_given
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.limits import Budget
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.planning.candidates import Candidate, list_candidates
-from memfit.planning.classics import CLASSICS, list_classics
-from memfit.planning.planner import choose_plan
-from memfit.scheduling.build import build_step
+from memfit.planner.given_plans import read_given
+from memfit.planner.search.candidates import Candidate, list_candidates
+from memfit.planner.search.classics import CLASSICS, list_classics
+from memfit.planner.search.planner import choose_plan
+from memfit.step.build import build_step
 from unit.checking import check_schedule
 from unit.profiles import gpt_profile
 from unit.test_mixing import card

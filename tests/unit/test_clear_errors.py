@@ -14,11 +14,10 @@ from torch import nn
 import memfit
 from memfit.cli.source import find_function
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
-from memfit.core.hardware import Hardware
-from memfit.core.machines import read_hardware
+from memfit.core.hardware import Hardware, read_hardware
+from memfit.core.limits import GIB
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.core.units import GIB
 
 H200 = read_hardware("h200")
 assert H200 is not None
@@ -72,7 +71,7 @@ def test_a_file_in_a_module_s_place_and_a_misspelt_function_are_told_the_right_w
 
 def test_a_config_that_is_not_there_is_called_missing(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from memfit.recipes.configured import build_configured
+    from memfit.integrations.recipes.model_recipe import build_configured
 
     with pytest.raises(UsageError, match="there is no file"):
         build_configured(tmp_path / "config.json", batch_size=1, sequence_length=8)

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from memfit.cli import app
 from memfit.core.errors import UsageError
-from memfit.core.numbered_names import joined_names
 from memfit.core.plan import Plan
+from memfit.core.step_report import joined_names
 from memfit.core.tiers import Tier
 
 RECIPE = ("--recipe", "gpt-tiny")

@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from memfit.cli import app
-from memfit.core.units import format_bytes
-from memfit.recipes.keeping import write_built_in_tokenizer
+from memfit.core.limits import format_bytes
+from memfit.integrations.recipes.token_batches import write_built_in_tokenizer
 
 OPTIONS = ("--batch", "2", "--sequence", "16", "--steps", "3", "--limit", "8GiB", "--rate", "0.001")
 
@@ -80,7 +80,8 @@ def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretr
 def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from memfit.recipes import model_recipe, read_tokens
+    from memfit.integrations.recipes.model_recipe import model_recipe
+    from memfit.integrations.recipes.token_batches import read_tokens
 
     llama(tmp_path, vocabulary=512)
     (tmp_path / "model.safetensors").unlink()
@@ -107,8 +108,8 @@ def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp
 def test_the_directorys_own_tokenizer_is_used(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from memfit.recipes import model_recipe, read_tokens
-    from memfit.recipes.token_batches import CorpusError
+    from memfit.integrations.recipes.model_recipe import model_recipe
+    from memfit.integrations.recipes.token_batches import CorpusError, read_tokens
 
     llama(tmp_path)
     words = {"alpha": 0, "beta": 290, "gamma": 7, "?": 1}

@@ -18,7 +18,7 @@ import memfit
 from memfit.cli import app
 from memfit.cli.options import DecisionOptions, MachineOptions, SourceOptions
 from memfit.core.errors import UsageError
-from memfit.recipes.image_batches import DrawnImages, FileImages, ImageStream
+from memfit.integrations.recipes.image_batches import DrawnImages, FileImages, ImageStream
 
 TINY = ("--recipe", "gpt-tiny")
 

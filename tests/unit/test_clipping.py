@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 import memfit
 from memfit.core.errors import MemfitWarning
-from memfit.job import clipping
+from memfit.job import steps
 
 TORCHS = clip_grad._clip_grads_with_norm_
 
@@ -22,7 +22,7 @@ TORCHS = clip_grad._clip_grads_with_norm_
 @pytest.fixture(autouse=True)
 def no_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that other tests left alive are not looked at."""
-    monkeypatch.setattr(clipping, "_jobs", weakref.WeakSet())
+    monkeypatch.setattr(steps, "_jobs", weakref.WeakSet())
     monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", TORCHS)
 
 

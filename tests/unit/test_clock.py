@@ -8,17 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import DERIVED_SPREAD, Hardware, Link, Rate, TierSpec, machine_names, rates_of, read_hardware
 from memfit.core.layout import PIECE_ELEMENTS
-from memfit.core.machines import machine_names, read_hardware
-from memfit.core.rates import DERIVED_SPREAD, Rate, rates_of
 from memfit.core.schedule import Schedule, Start
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind, summed
-from memfit.prediction.clock import Clock
-from memfit.prediction.pace import Pace, fastest_products_per_s, work_seconds
-from memfit.prediction.predict import predict
+from memfit.step.clock import Clock, Pace, fastest_products_per_s, work_seconds
+from memfit.step.predict import predict
 
 LINK = Link(read_bytes_per_s=100.0, write_bytes_per_s=50.0)
 
@@ -317,8 +314,8 @@ def naive_seconds(found: list[tuple[str, int]], share: float) -> float:
 
 def test_a_timeline_says_its_interval_and_one_without_a_machine_has_none() -> None:
     from memfit.core.plan import Plan
-    from memfit.scheduling.build import build_step
-    from memfit.scheduling.lower import lower
+    from memfit.step.build import build_step
+    from memfit.step.lower import lower
     from unit.profiles import gpt_profile
 
     profile = gpt_profile(layers=2)

@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import MemfitWarning
-from memfit.core.hardware import STEP_SPREAD, Hardware, Link, TierSpec
-from memfit.core.rates import Rate, rates_of
+from memfit.core.hardware import STEP_SPREAD, Hardware, Link, Rate, TierSpec, rates_of
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
-from memfit.job import comparing, saved_hardware
-from memfit.job.corrections import (
+from memfit.devices.binding import install
+from memfit.job import comparing
+from memfit.machine import described
+from memfit.machine.described import (
     Correction,
     correction_path,
     load_correction,
     measurement_of,
     save_correction,
 )
-from memfit.prediction.calibration import GROUPS
+from memfit.step.predict import GROUPS
 
 CPU = torch.device("cpu")
 
@@ -50,16 +50,16 @@ def machine() -> Hardware:
         tiers={Tier.DEVICE: TierSpec(nbytes=1 << 40), Tier.DISK: TierSpec(nbytes=1 << 40, link=link)},
         rates={WorkKind.OPERATIONS: Rate(1e6, 0.1)},
         origin={
-            **saved_hardware.identity_of(CPU),
+            **described.identity_of(CPU),
             "measured": "once",
-            "disk": saved_hardware.disk_name(Path(os.environ.get("TMPDIR", "/tmp"))),
+            "disk": described.disk_name(Path(os.environ.get("TMPDIR", "/tmp"))),
         },
     )
 
 
 def save_machine() -> Path:
-    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
-    saved_hardware.save(machine(), path)
+    path = described.saved_path(described.identity_of(CPU))
+    described.save(machine(), path)
     return path
 
 
@@ -73,14 +73,14 @@ def test_a_saved_machine_is_read_with_its_corrections_and_without_where_they_are
     path = save_machine()
     before = rates_of(machine())
     save_correction(correction(overhead=2.0), correction_path(path))
-    found = saved_hardware.load_saved(CPU)
+    found = described.load_saved(CPU)
     assert found is not None
     for kind, rate in rates_of(found).items():
         slower = 2.0 if kind in GROUPS["overhead"] else 1.0
         assert rate.per_s == pytest.approx(before[kind].per_s / slower), kind
     assert found.origin["corrected"] == "by 1 runs"
     monkeypatch.setenv("MEMFIT_CORRECTIONS", "off")
-    plain = saved_hardware.load_saved(CPU)
+    plain = described.load_saved(CPU)
     assert plain is not None and rates_of(plain) == before
 
 
@@ -88,8 +88,8 @@ def test_another_measurement_begins_without_corrections() -> None:
     path = save_machine()
     save_correction(correction(products=2.0), correction_path(path))
     again = replace(machine(), origin={**machine().origin, "measured": "later"})
-    saved_hardware.save(again, path)
-    assert saved_hardware.load_saved(CPU) == again
+    described.save(again, path)
+    assert described.load_saved(CPU) == again
 
 
 def flawed() -> list[tuple[str, str]]:
@@ -120,7 +120,7 @@ def test_files_that_lie_are_told_and_not_used(text: str, said: str) -> None:
     path = save_machine()
     correction_path(path).write_text(text)
     with pytest.warns(MemfitWarning, match="memfit probe alone") as caught:
-        found = saved_hardware.load_saved(CPU)
+        found = described.load_saved(CPU)
     assert said in str(caught[0].message)
     assert found == machine()
 
@@ -128,7 +128,7 @@ def test_files_that_lie_are_told_and_not_used(text: str, said: str) -> None:
 def test_a_pipe_in_its_place_does_not_hang() -> None:
     path = save_machine()
     os.mkfifo(correction_path(path))
-    assert saved_hardware.load_saved(CPU) == machine()
+    assert described.load_saved(CPU) == machine()
 
 
 def test_a_write_that_fails_leaves_the_file_of_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.core.errors import UnsupportedError
-from memfit.deferred import Origin, build_empty, find_origins
-from memfit.deferred.recording import BuildRecorder
+from memfit.files.origin import Origin, build_empty, find_origins
+from memfit.files.recording import BuildRecorder
 from memfit.tensors.guard import is_away
 
 

@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.allocator import install
-from memfit.core.hardware import Hardware, Link, LinkTraffic, TierSpec
+from memfit.core.hardware import Hardware, Link, LinkTraffic, Rate, TierSpec, rates_of
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.rates import Rate, rates_of
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
-from memfit.job import comparing, saved_hardware
+from memfit.devices.binding import install
+from memfit.job import comparing
 from memfit.job.comparing import median_traffic
-from memfit.job.corrections import correction_path, load_correction
-from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, fit_links, group_seconds, link_traffic
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
-from memfit.store import DiskIO, FileHandle, aligned_memory, channel, open_file
+from memfit.machine import described
+from memfit.machine.described import correction_path, load_correction
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import GROUPS, calibrated, fit_factors, fit_links, group_seconds, link_traffic, predict
+from memfit.store import DiskIO, FileHandle, aligned_memory, open_file
+from memfit.store import io as channel
 from unit.profiles import gpt_profile
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -190,10 +190,10 @@ def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def save_machine(directory: Path) -> tuple[Hardware, Path]:
     """This machine as a probe would name it, with a disk that moves a byte in a microsecond."""
     slow = Link(read_bytes_per_s=1e6, write_bytes_per_s=1e6)
-    origin = {**saved_hardware.identity_of(CPU), "measured": "once", "disk": saved_hardware.disk_name(directory)}
+    origin = {**described.identity_of(CPU), "measured": "once", "disk": described.disk_name(directory)}
     found = replace(machine(slow), origin=origin)
-    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
-    saved_hardware.save(found, path)
+    path = described.saved_path(described.identity_of(CPU))
+    described.save(found, path)
     return found, path
 
 
@@ -233,7 +233,7 @@ def test_a_job_meters_its_disk_and_the_next_one_is_predicted_with_what_it_gave(
         assert first.factors[f"disk {way}"] == pytest.approx(min(share, 20.0), rel=0.02)
     kept = load_correction(thought, correction_path(path))
     assert kept.factors["disk read"] == pytest.approx(first.factors["disk read"])
-    corrected = saved_hardware.load_saved(CPU)
+    corrected = described.load_saved(CPU)
     assert corrected is not None
     assert corrected.link(Tier.DISK).read_bytes_per_s == pytest.approx(1e6 / first.factors["disk read"])
 
@@ -244,7 +244,7 @@ def test_of_another_disk_than_the_probes_nothing_is_learnt(monkeypatch: pytest.M
     install()
     thought, path = save_machine(tmp_path)
     thought = replace(thought, origin={**thought.origin, "disk": "another"})
-    saved_hardware.save(thought, path)
+    described.save(thought, path)
     found = run(tmp_path, monkeypatch, [])
     assert "disk read" in found.factors
     assert set(load_correction(thought, correction_path(path)).factors) <= set(GROUPS)

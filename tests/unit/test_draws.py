@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from memfit.deferred import build_empty, draws, find_origins, recording
-from memfit.tensors import mersenne
+from memfit.files import recording
+from memfit.files import recording as draws
+from memfit.files.origin import build_empty, find_origins
+from memfit.tensors import random_streams
 
 LARGE = 1 << 19
 
@@ -30,20 +32,20 @@ def state_after(words: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
 @given(words=st.integers(0, 1 << 18), before=st.integers(0, 2000))
 def test_a_skipped_state_is_that_after_drawing(words: int, before: int) -> None:
     state, after = state_after(words, before)
-    assert torch.equal(mersenne.skipped(state, words), after)
+    assert torch.equal(random_streams.skipped(state, words), after)
 
 
 def test_blocks_that_begin_and_end_at_every_edge_are_skipped_exactly() -> None:
     for before in (0, 1, 623, 624, 625, 1248):  # 0: a seed's own words, before the first block is made
         for words in (0, 1, 622, 623, 624, 625, 160 * 624, 161 * 624 - 1, 161 * 624, 161 * 624 + 1, 162 * 624 + 1):
             state, after = state_after(words, before)
-            assert torch.equal(mersenne.skipped(state, words), after), (before, words)
+            assert torch.equal(random_streams.skipped(state, words), after), (before, words)
 
 
 def test_a_skip_by_far_more_than_can_be_drawn_is_the_sum_of_its_parts() -> None:
     state, _ = state_after(0, 10)
-    at_once = mersenne.skipped(state, (1 << 45) + 12345)
-    in_parts = mersenne.skipped(mersenne.skipped(mersenne.skipped(state, 1 << 44), 12345), 1 << 44)
+    at_once = random_streams.skipped(state, (1 << 45) + 12345)
+    in_parts = random_streams.skipped(random_streams.skipped(random_streams.skipped(state, 1 << 44), 12345), 1 << 44)
     assert torch.equal(at_once, in_parts)
 
 
@@ -62,7 +64,7 @@ def test_the_polynomial_is_the_one_of_the_generators_numbers() -> None:
             found, gap = found ^ (last << gap), gap + 1
     exponents = [length - place for place in range(length + 1) if found >> place & 1]
     assert length == degree
-    assert exponents == [degree, *mersenne._EXPONENTS]
+    assert exponents == [degree, *random_streams._EXPONENTS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -146,10 +148,10 @@ def wide() -> Wide:
 def test_a_model_of_large_weights_is_that_of_plain_building(
     bring: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skipped: list[bool] = []
+    skipped, skip_draw = list[bool](), draws.skip_draw
 
     def noted(*args: Any) -> bool:
-        skipped.append(draws.skip_draw(*args))
+        skipped.append(skip_draw(*args))
         return skipped[-1]
 
     plain = wide()

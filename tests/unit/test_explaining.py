@@ -17,21 +17,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.api.advise import Advice, advise
 from memfit.cli.plan_command import plan as plan_command
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.numerics import weighed_seconds
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.plan_difference import plan_differences
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime, plan_differences
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.planning.choice_notes import note_choices
-from memfit.planning.price_curve import CurvePoint, curve_limits, with_knees
-from memfit.prediction.bottlenecks import find_phases
-from memfit.prediction.predict import Appraisal, appraise, predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.advise import Advice, advise
+from memfit.planner.search.plan_choice import CurvePoint, curve_limits, note_choices, with_knees
+from memfit.step.build import build_step
+from memfit.step.clock import find_phases
+from memfit.step.lower import lower
+from memfit.step.predict import Appraisal, appraise, predict
 from unit.profiles import gpt_profile
 from unit.test_cli import RECIPE, run
 from unit.test_mixing import card

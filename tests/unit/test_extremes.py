@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.api.advise import advise
-from memfit.api.extremes import batches_like, find_largest, find_smallest_limit
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.units import MIB
+from memfit.core.limits import DEVICE_RESERVE_BYTES, MIB
+from memfit.planner.advise import advise
+from memfit.planner.extremes import batches_like, find_largest, find_smallest_limit
 from unit.test_cli import run
 from unit.test_explaining import small_card
 

@@ -10,8 +10,8 @@ import pytest
 from memfit.core.hardware import Hardware, Link, LinkTraffic, TierSpec
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.job import feedback as module
-from memfit.job.feedback import Feedback, with_rates
+from memfit.job import comparing as module
+from memfit.job.comparing import Feedback, with_rates
 
 MIB = 1 << 20
 

@@ -25,20 +25,16 @@ from typer.testing import CliRunner
 
 from memfit.cli import app
 from memfit.core.errors import UsageError
-from memfit.formats import (
-    FORMATS,
+from memfit.core.format_catalog import FORMATS, BlockFormat, decode, encode, find_format
+from memfit.core.number_formats import (
     NEAREST_EVEN,
     TOWARD_ZERO,
-    BlockFormat,
     FixedPoint,
     FloatFormat,
     Overflow,
     SignMagnitude,
     Specials,
     Stochastic,
-    decode,
-    encode,
-    find_format,
     find_rounding,
     read_code,
     read_number,

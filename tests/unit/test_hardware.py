@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from memfit.core.errors import UsageError
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec, read_hardware
 from memfit.core.limits import Limits
-from memfit.core.machines import read_hardware
-from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
 from memfit.homes.state_codecs import probe_codecs
-from memfit.job import probing
-from memfit.job.machine import open_machine
+from memfit.machine import probing
+from memfit.machine.machine import open_machine
 from memfit.store import DiskIO
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from memfit.cli import app
 from memfit.core.errors import TierUnavailableError
-from memfit.host import Measurements, measure, measure_host, read_host, trials
-from memfit.host.settings import compute_threads
+from memfit.machine.host import measure, trials
+from memfit.machine.host.measure import Measurements, measure_host
+from memfit.machine.host.read import read_host
+from memfit.machine.host.settings import compute_threads
 
 MIB = 2**20
 # By its name: `memfit.cli.doctor_command` as an attribute is the function.

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.allocator.compiling import find_compiler
 from memfit.core.errors import TierUnavailableError, UsageError
-from memfit.host import read_host
-from memfit.host.processors import format_cpu_list, parse_cpu_list
-from memfit.host.read import SET_BY_MEMFIT
+from memfit.devices.compiling import find_compiler
+from memfit.machine.host.read import SET_BY_MEMFIT, format_cpu_list, parse_cpu_list, read_host
 
 GIB = 2**30
 

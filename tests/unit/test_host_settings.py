@@ -17,13 +17,12 @@ import torch
 
 import memfit
 from memfit import cli
-from memfit.host import Host, Measurements, advise_changes, choose_settings, describe_host, restart
-from memfit.host.cgroups import Ceiling
-from memfit.host.file_systems import BlockDevice, Disk
-from memfit.host.measure import DiskRates, FirstTouch, ThreadTime, Waiting
-from memfit.host.processors import Processors
-from memfit.host.read import SET_BY_MEMFIT, HostMemory, HugePages, Malloc
-from memfit.host.settings import compute_threads
+from memfit.machine.host import settings
+from memfit.machine.host.advice import advise_changes, describe_host
+from memfit.machine.host.measure import DiskRates, FirstTouch, Measurements, ThreadTime, Waiting
+from memfit.machine.host.read import SET_BY_MEMFIT, Ceiling, Host, HostMemory, HugePages, Malloc, Processors
+from memfit.machine.host.settings import choose_settings, compute_threads
+from memfit.machine.host.system_files import BlockDevice, Disk
 
 GIB = 2**30
 SOURCE = Path(cli.__file__).parents[1]
@@ -291,7 +290,7 @@ import os, sys, types
 package = types.ModuleType("memfit")
 package.__path__ = [SOURCE]
 sys.modules["memfit"] = package
-from memfit.host import restart_with_settings
+from memfit.machine.host.settings import restart_with_settings
 print("start", os.getpid(), sys.argv[1:], flush=True)
 PREPARE
 restart_with_settings()
@@ -371,10 +370,10 @@ def test_a_mask_that_openmp_has_put_on_this_thread_is_not_inherited(monkeypatch:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: started.append(environment))
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    restart.restart_with_settings()
+    settings.restart_with_settings()
     assert not started
     monkeypatch.delitem(sys.modules, "torch")
-    restart.restart_with_settings()
+    settings.restart_with_settings()
     assert len(started) == 1 and "MALLOC_TRIM_THRESHOLD_" in started[0] and "OMP_WAIT_POLICY" not in started[0]
 
 
@@ -382,7 +381,9 @@ def test_a_mask_that_openmp_has_put_on_this_thread_is_not_inherited(monkeypatch:
 def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which command lines `main` would have started again."""
     asked: list[str] = []
-    monkeypatch.setattr("memfit.host.restart_with_settings", lambda: asked.append(" ".join(sys.argv[1:])))
+    monkeypatch.setattr(
+        "memfit.machine.host.settings.restart_with_settings", lambda: asked.append(" ".join(sys.argv[1:]))
+    )
     monkeypatch.setattr("memfit.cli.console.app", lambda: None)
     monkeypatch.setattr(cli, "leave_at_once", lambda: None)  # it would give this process another answer to Ctrl-C
     return asked

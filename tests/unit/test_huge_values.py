@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.core.machines import read_hardware, read_tiers
-from memfit.core.units import MOST_BYTES, parse_bytes
+from memfit.core.hardware import read_hardware, read_tiers
+from memfit.core.limits import MOST_BYTES, parse_bytes
 
 DIGITS, NUMBER, NAME = "9" * 5000, 10**5000, "n" * 300
 BATCH = torch.randn(4, 8)

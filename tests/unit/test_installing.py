@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import memfit
-from memfit.allocator import compiling
-from memfit.core.platforms import check_platform
+from memfit.core.errors import check_platform
 from memfit.core.version import VERSION
+from memfit.devices import compiling
 
 ROOT = Path(__file__).parents[2]
 HAS_COMPILER = any(shutil.which(name) for name in ("g++", "c++", "clang++"))

@@ -11,10 +11,9 @@ from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Schedule, parse_action
 from memfit.core.step import Token
 from memfit.core.tiers import Tier
-from memfit.prediction import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.journal_actions import place_turns
-from memfit.scheduling.lower import lower
+from memfit.step.build import build_step, place_turns
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.checking import check_schedule
 from unit.profiles import chain_profile
 

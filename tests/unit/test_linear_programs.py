@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import UsageError
-from memfit.planning.linear_programs import LinearProgram
+from memfit.planner.search.mixing import LinearProgram
 
 # Two columns between 0 and 1, of which at least 0.5 are taken, and not more than 0.3 of the first.
 ROWS = [[(0, 1.0), (1, 1.0)], [(0, 1.0)]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.huggingface import causal_loss as losses
-from memfit.huggingface.causal_loss import chunked_cross_entropy
+from memfit.engine import causal_loss as losses
+from memfit.engine.causal_loss import chunked_cross_entropy
 
 TOKENS, VOCABULARY, WIDTH = 512, 300, 64
 

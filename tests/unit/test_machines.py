@@ -16,19 +16,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 import memfit
-from memfit.api.advise import Advice, advise
 from memfit.cli import app
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.hardware import Hardware
-from memfit.core.limits import DEVICE_RESERVE_BYTES, Budget
-from memfit.core.machines import machine_names, read_hardware, read_tiers
+from memfit.core.hardware import Hardware, machine_names, read_hardware, read_tiers
+from memfit.core.limits import DEVICE_RESERVE_BYTES, GIB, MIB, Budget
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier, is_processor
-from memfit.core.units import GIB, MIB
-from memfit.planning.planner import choose_plan
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.advise import Advice, advise
+from memfit.planner.search.planner import choose_plan
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 FILES = Path(memfit.core.__file__).parent / "machine_files"
 # Of a Hopper: cuBLAS keeps two workspaces of 32 MiB, half of which the usual reserve is for.
@@ -92,7 +90,7 @@ def test_every_figure_of_a_description_says_where_it_comes_from_and_that_it_was_
 def test_all_common_devices_are_described_and_reading_one_loads_no_torch() -> None:
     assert machine_names() == sorted([*SHEETS, "laptop-cpu"])
     program = (
-        "import sys\nfrom memfit.core.machines import read_hardware\n"
+        "import sys\nfrom memfit.core.hardware import read_hardware\n"
         "assert read_hardware('h200').device == 'NVIDIA H200'\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
-from memfit.scheduling.microbatch_traces import traces_of
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.step.sizes import traces_of
 from unit.profiles import gpt_profile
 
 ROWS = 7

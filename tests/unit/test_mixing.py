@@ -15,24 +15,32 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.planning import widening
-from memfit.planning.candidates import MasterForms
-from memfit.planning.limit_series import series_of_limits
-from memfit.planning.menus import HomeRules, list_homes, list_policies
-from memfit.planning.mixed_units import Mixture, find_units, mixed_plan, spread, whole_counts
-from memfit.planning.mixing import ByteRoom, MixtureProgram
-from memfit.planning.planner import choose_plan
-from memfit.planning.pricing import PlanQuestion
-from memfit.planning.slot_prices import Judge, uniform
-from memfit.prediction.bytes import AT_THE_END, peaks_and_slots
-from memfit.prediction.predict import appraise, predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.known_facts import KnownFacts
-from memfit.scheduling.lower import lower
+from memfit.planner.search import widening
+from memfit.planner.search.candidates import MasterForms
+from memfit.planner.search.frame_search import series_of_limits
+from memfit.planner.search.mixed_units import (
+    HomeRules,
+    Mixture,
+    find_units,
+    list_homes,
+    list_policies,
+    mixed_plan,
+    spread,
+    whole_counts,
+)
+from memfit.planner.search.mixing import ByteRoom, MixtureProgram
+from memfit.planner.search.planner import choose_plan
+from memfit.planner.search.pricing import PlanQuestion
+from memfit.planner.search.slot_prices import Judge, uniform
+from memfit.step.build import build_step
+from memfit.step.bytes import AT_THE_END, peaks_and_slots
+from memfit.step.lower import lower
+from memfit.step.predict import appraise, predict
+from memfit.step.segment_facts import KnownFacts
 from unit.checking import check_schedule
 from unit.profiles import gpt_profile
 

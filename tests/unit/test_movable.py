@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.allocator import install
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
-from memfit.planning.movable import movable_blocks, movable_sets
-from memfit.scheduling.known_facts import KnownFacts
+from memfit.devices.binding import install
+from memfit.planner.search.candidates import movable_blocks, movable_sets
+from memfit.step.segment_facts import KnownFacts
 from unit.profiles import gpt_profile
 
 KIB, MIB = 1 << 10, 1 << 20

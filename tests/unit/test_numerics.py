@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.allocator.compiled_kernels import compute_once
-from memfit.api.advise import advise
-from memfit.api.choosing import Choice, Wanted, choose
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget, Limits
 from memfit.core.numerics import ALLOWANCES, GAIN, TECHNIQUES, Exactness, Wish, declare, table, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
-from memfit.huggingface.causal_loss import LossNotChunkedError
-from memfit.job.machine import open_machine
-from memfit.job.problem import Problem, driver_of
-from memfit.planning.candidates import list_candidates
-from memfit.planning.planner import choose_plan
-from memfit.planning.refusals import Refusal
-from memfit.prediction.predict import appraise
-from memfit.profiling.blocks import find_blocks
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.devices.compiled_kernels import compute_once
+from memfit.engine.causal_loss import LossNotChunkedError
+from memfit.machine.machine import open_machine
+from memfit.planner.advise import advise
+from memfit.planner.choosing import Choice, Wanted, choose
+from memfit.planner.problem import Problem, driver_of
+from memfit.planner.search.candidates import list_candidates
+from memfit.planner.search.planner import choose_plan
+from memfit.planner.search.pricing import Refusal
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import appraise
+from memfit.trace.blocks import find_blocks
 from unit.profiles import gpt_profile
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -152,7 +152,7 @@ def test_the_loss_runs_in_chunks_only_where_it_does_not_fit_whole(monkeypatch: p
         return plain(problem, sample, counts, **ways)
 
     monkeypatch.setattr(Problem, "profile", profile)
-    monkeypatch.setattr("memfit.api.choosing.chunk_tokens", lambda _: 32)
+    monkeypatch.setattr("memfit.planner.choosing.chunk_tokens", lambda _: 32)
     with_room = language.choose(1 << 34)
     assert with_room.plan.loss_chunk_tokens is None
     assert with_room.why == ""
@@ -181,8 +181,8 @@ def test_why_a_loss_was_not_tried_in_chunks_is_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Problem, "profile", profile)
     # Chunks are asked for although there is room.
-    monkeypatch.setattr("memfit.api.choosing._Search._chunked_s", lambda *_: 0.0)
-    monkeypatch.setattr("memfit.api.choosing._SURELY_LESS", 0.0)
+    monkeypatch.setattr("memfit.planner.choosing._Search._chunked_s", lambda *_: 0.0)
+    monkeypatch.setattr("memfit.planner.choosing._SURELY_LESS", 0.0)
     assert language.choose(1 << 34).reason.endswith("The loss was not tried in chunks: a refusal of another kind.")
     assert "in chunks" not in language.choose(1 << 34).reason
 

@@ -18,12 +18,11 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.devices.binding import install
 from memfit.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind, shadow
 from memfit.optimizers.detect import detect
-from memfit.optimizers.kinds import known_classes, known_verdict
-from memfit.optimizers.validation import validated_entries
+from memfit.optimizers.validation import known_classes, known_verdict, validated_entries
 from memfit.tensors import guard
 from memfit.tensors.product_scratch import update_product_bytes
 

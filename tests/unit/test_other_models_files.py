@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.errors import UsageError
-from memfit.job.exporting import export_run
-from memfit.job.saving import check_save
+from memfit.runs.exporting import export_run
+from memfit.runs.saving import check_save
 
 
 def llama(width: int = 16) -> Any:

@@ -11,14 +11,14 @@ from torch import nn
 import memfit
 from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import MIB
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
-from memfit.planning.over_ranks_plans import choose_over_ranks, share_out
-from memfit.prediction.predict import predict
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search.over_ranks_plans import choose_over_ranks, share_out
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 
 LAYERS, WIDTH = 6, 512
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -14,8 +14,8 @@ import pytest
 
 from memfit.core.errors import PlanError
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.plan import BlockPlan
-from memfit.planning import polish as room
-from memfit.planning.ahead import GAIN, Ahead, JudgesAhead
-from memfit.planning.mixed_units import Mixture
+from memfit.planner.search import polish as room
+from memfit.planner.search.mixed_units import Mixture
+from memfit.planner.search.polish import GAIN, Ahead, JudgesAhead
 
 Costs = dict[tuple[str, ...], tuple[float, int]]
 OPTIONS: tuple[str, ...] = ("a", "b", "c")

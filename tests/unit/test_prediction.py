@@ -14,28 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
-from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.limits import Budget
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec
+from memfit.core.limits import MIB, Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
-from memfit.core.precision import ComputeDtype
-from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, TraceProfile
-from memfit.core.rates import Rate
+from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
-from memfit.core.storage_profile import StorageProfile
+from memfit.core.step import Timeline
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import TIERS, Tier
-from memfit.core.timeline import Timeline
-from memfit.core.units import MIB
 from memfit.core.work_kinds import WorkKind
 from memfit.homes.memory import MemoryHome
-from memfit.planning.bounds import commit_seconds, update_seconds
-from memfit.planning.planner import choose_plan
-from memfit.prediction import peak_report, predict, residents_at
-from memfit.prediction.pace import Pace
-from memfit.prediction.predict import appraise
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.lower import lower
-from memfit.scheduling.sizes import flat_master_bytes, flat_weight_bytes, master_home_bytes, update_traffic
+from memfit.planner.search.bounds import commit_seconds, update_seconds
+from memfit.planner.search.planner import choose_plan
+from memfit.step.build import build_forward, build_step
+from memfit.step.bytes import peak_report, residents_at
+from memfit.step.clock import Pace
+from memfit.step.lower import lower
+from memfit.step.predict import appraise, predict
+from memfit.step.sizes import flat_master_bytes, flat_weight_bytes, master_home_bytes, update_traffic
 from property.random_steps import Case, cases, storages
 from unit.profiles import PAGE, block, gpt_profile
 

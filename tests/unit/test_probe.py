@@ -14,25 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from memfit.api import probe_engine
 from memfit.cli import app
 from memfit.core.errors import MemfitWarning, UsageError
-from memfit.core.hardware import Hardware
+from memfit.core.hardware import ROUNDED_BYTES, SPLIT_BYTES, Hardware, rates_of, read_hardware
 from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.limits import Limits
-from memfit.core.machines import read_hardware
-from memfit.core.rates import ROUNDED_BYTES, SPLIT_BYTES, rates_of
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
 from memfit.devices import clocks
-from memfit.homes import master_probes
-from memfit.homes.master_probes import probe_rounding, probe_splitting
-from memfit.host import OthersMeter
-from memfit.job import measuring_rates, probing, probing_whole, saved_hardware
-from memfit.job.few_bits import computes_in_bf16
-from memfit.job.machine import Machine, open_machine
-from memfit.optimizers import pieces_probe
-from memfit.scheduling.work_amounts import _ROUNDED_PIECES, _SPLIT_PIECES
+from memfit.homes import masters as master_probes
+from memfit.homes.masters import probe_rounding, probe_splitting
+from memfit.job import probe_machine
+from memfit.machine import described, measuring_rates, probing
+from memfit.machine import probing as pieces_probe
+from memfit.machine import probing as probing_whole
+from memfit.machine.host.measure import OthersMeter
+from memfit.machine.machine import Machine, open_machine
+from memfit.planner.problem import computes_in_bf16
+from memfit.step.work_amounts import _ROUNDED_PIECES, _SPLIT_PIECES
 from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ def a_quick_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probing_whole, "probe_piece_updates", lambda device: pieces(device, pieces=1, tries=1))
     every = measuring_rates._operations
     monkeypatch.setattr(measuring_rates, "_operations", lambda device: {o.kind: o for o in every(device)}.values())
-    monkeypatch.setattr(probe_engine, "_STEPS", 7)
+    monkeypatch.setattr(probe_machine, "_STEPS", 7)
     plain = measuring_rates.measure_rates
     monkeypatch.setattr(probing_whole, "measure_rates", lambda device: plain(device, rounds=1, seconds=0.0))
     for name, value in (("_DISK_ROUNDS", 1), ("_DISK_S", 0.02), ("_BESIDE_S", 0.05), ("_FILE_BYTES", 8 << 20)):
@@ -67,7 +66,7 @@ def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_pa
     assert result.exit_code == 0, result.output
     written = Hardware.from_json(result.stdout)
     assert {*written.rates} == {*WorkKind} - NOT_MEASURED
-    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
+    path = described.saved_path(described.identity_of(CPU))
     assert Hardware.from_json(path.read_text()) == written
     found = probing.probe(here(), tmp_path / "homes")
     assert found.rates == written.rates and found.origin == written.origin
@@ -83,8 +82,8 @@ def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_pa
 
 def test_its_tables_say_rates_links_and_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saved(tmp_path)
-    monkeypatch.setattr("memfit.api.probe_machine.probe_whole", lambda _device, _directory: made)
-    monkeypatch.setattr("memfit.api.probe_machine.measure_engine", lambda _hardware, _directory: {})
+    monkeypatch.setattr("memfit.job.probe_machine.probe_whole", lambda _device, _directory: made)
+    monkeypatch.setattr("memfit.job.probe_machine.measure_engine", lambda _hardware, _directory: {})
     result = CliRunner().invoke(app, ["probe", "--out", str(tmp_path / "x.json")])
     assert result.exit_code == 0, result.output
     for said in ("streamed", "disk, read", "while computing", "Capacities", str(tmp_path / "x.json")):
@@ -95,10 +94,10 @@ def saved(tmp_path: Path, **changed: str) -> Hardware:
     """A file of this machine, with an origin of another one where that is asked for."""
     raw = json.loads(probing.probe(here(), tmp_path / "homes").to_json())
     raw["rates"] = {"streamed": {"per_s": 12345.0, "spread": 0.5}}
-    raw["origin"] = {**saved_hardware.identity_of(CPU), "disk": saved_hardware.disk_name(tmp_path), **changed}
+    raw["origin"] = {**described.identity_of(CPU), "disk": described.disk_name(tmp_path), **changed}
     raw["disk"] |= {"read_bytes_per_s": 77.0}
     made = Hardware.from_json(json.dumps(raw))
-    saved_hardware.save(made, saved_hardware.saved_path(saved_hardware.identity_of(CPU)))
+    described.save(made, described.saved_path(described.identity_of(CPU)))
     return made
 
 
@@ -118,12 +117,12 @@ def test_a_file_of_another_machine_is_not_taken(tmp_path: Path, key: str) -> Non
 
 
 def test_other_threads_have_another_file() -> None:
-    one = saved_hardware.identity_of(CPU)
-    assert saved_hardware.saved_path(one) != saved_hardware.saved_path({**one, "threads": "99"})
+    one = described.identity_of(CPU)
+    assert described.saved_path(one) != described.saved_path({**one, "threads": "99"})
 
 
 def test_a_damaged_file_is_told_and_not_taken(tmp_path: Path) -> None:
-    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
+    path = described.saved_path(described.identity_of(CPU))
     path.parent.mkdir(parents=True)
     path.write_text("{")
     with pytest.warns(MemfitWarning, match="run memfit probe again"):
@@ -134,7 +133,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     machine = probing.probe(here(), tmp_path / "homes")
     with pytest.raises(UsageError, match="cannot be written"):
-        saved_hardware.save(machine, tmp_path / "file" / "machine.json")
+        described.save(machine, tmp_path / "file" / "machine.json")
 
 
 def test_shares_of_others_are_told_by_the_kernels_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +141,9 @@ def test_shares_of_others_are_told_by_the_kernels_count(tmp_path: Path, monkeypa
     stat = tmp_path / "proc/stat"
     ticks = os.sysconf("SC_CLK_TCK")
     times = iter([10.0, 12.0])
-    monkeypatch.setattr("memfit.host.others.time.monotonic", lambda: next(times))
-    monkeypatch.setattr("memfit.host.others.os.cpu_count", lambda: 4)
-    monkeypatch.setattr("memfit.host.others.os.times", lambda: os.times_result((1, 1, 0, 0, 0)))
+    monkeypatch.setattr("memfit.machine.host.measure.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("memfit.machine.host.measure.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("memfit.machine.host.measure.os.times", lambda: os.times_result((1, 1, 0, 0, 0)))
     stat.write_text("cpu  100 0 100 900 0 0 0 50 0 0\n")
     meter = OthersMeter(tmp_path)
     # 4 processors for 2 s: one second of others' and two stolen.
@@ -182,24 +181,24 @@ def test_rates_that_are_none_are_refused_by_name(tmp_path: Path, change: dict[st
 
 
 def test_rates_of_the_engine_explain_all_that_was_measured() -> None:
-    taken = {kind: 1e-6 * (index + 2) ** 2 for index, kind in enumerate(probe_engine.EXPLAINED)}
+    taken = {kind: 1e-6 * (index + 2) ** 2 for index, kind in enumerate(probe_machine.EXPLAINED)}
     draw = random.Random(3)
     actions: list[tuple[dict[str, float], float]] = []
     for _ in range(24):
         amounts = {str(kind): float(draw.randrange(0, 60)) for kind in taken} | {"parts": float(draw.randrange(1, 4))}
         seconds = sum(amounts[str(kind)] * s for kind, s in taken.items()) + amounts["parts"] * 3e-5
         actions.append((amounts, seconds))
-    found, spread = probe_engine.explained(actions)
+    found, spread = probe_machine.explained(actions)
     assert found == pytest.approx(taken, rel=1e-6)
     assert spread == 0.1  # the least that is told
     # Actions that other work disturbed move no rate.
     disturbed = [(amounts, seconds * (1.8 if i % 8 == 0 else 1.0)) for i, (amounts, seconds) in enumerate(actions)]
-    found, spread = probe_engine.explained(disturbed)
+    found, spread = probe_machine.explained(disturbed)
     assert found == pytest.approx(taken, rel=0.2)
     assert spread == 0.1
     # Where all are, the spread says so.
     noisy = [(amounts, seconds * draw.uniform(0.5, 1.5)) for amounts, seconds in actions]
-    assert probe_engine.explained(noisy)[1] > 0.1
+    assert probe_machine.explained(noisy)[1] > 0.1
 
 
 class Moved(TorchDispatchMode):

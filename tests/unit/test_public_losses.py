@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import UsageError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
+from memfit.devices.binding import install
 from memfit.losses import chunked_cross_entropy
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 10, 8, 50

@@ -15,10 +15,10 @@ from torch import nn
 import memfit
 from memfit.core.profile import TraceProfile
 from memfit.core.work_kinds import WorkKind
-from memfit.profiling import trace, trace_run
-from memfit.profiling.blocks import find_blocks
-from memfit.profiling.python_calls import with_python_of
-from memfit.profiling.trace import profile_step
+from memfit.trace import trace, trace_run
+from memfit.trace.blocks import find_blocks
+from memfit.trace.python_calls import with_python_of
+from memfit.trace.trace import profile_step
 
 CALLS = 17
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cli.explanation_tables import read_plan_file
+from memfit.cli.plan_command import read_plan_file
 from memfit.core.errors import MemfitError
 
 SOURCE = Path(__file__).parents[2] / "src" / "memfit"
@@ -25,49 +25,49 @@ OWN = "a file that memfit makes itself"
 PACKAGE = "a file of the package"
 DIRECTORY = "a directory, to lock it or to sync its names"
 MAY_STAY: dict[str, str] = {
-    "allocator/compiling.py:_key": PACKAGE,
-    "allocator/compiling.py:prebuilt_name": PACKAGE,
-    "allocator/kernel.py:_file_systems": KERNEL,
-    "allocator/kernel.py:_mapped_files": KERNEL,
-    "allocator/procfs.py:descendants": KERNEL,
-    "allocator/procfs.py:read_shares": KERNEL,
-    "allocator/procfs.py:read_status": KERNEL,
+    "devices/compiling.py:_key": PACKAGE,
+    "devices/compiling.py:prebuilt_name": PACKAGE,
+    "devices/kernel.py:_file_systems": KERNEL,
+    "devices/kernel.py:_mapped_files": KERNEL,
+    "devices/procfs.py:descendants": KERNEL,
+    "devices/procfs.py:read_shares": KERNEL,
+    "devices/procfs.py:read_status": KERNEL,
     "cli/init_command.py:init": PACKAGE,
     "core/documents.py:read_document": "the one reader of documents",
-    "distributed/peers.py:_machine": KERNEL,
-    "distributed/peers.py:_status": KERNEL,
-    "files/checkpoint.py:_read_header": CHECKED,
+    "mesh/failure.py:_machine": KERNEL,
+    "mesh/failure.py:_status": KERNEL,
+    "files/reader.py:_read_header": CHECKED,
     "files/dcp.py:_write_file": OWN,
     "files/reader.py:__init__": CHECKED,
     "files/replace.py:_make_locked": DIRECTORY,
     "files/replace.py:_remove_leftovers": DIRECTORY,
     "files/replace.py:_sync": OWN,
     "files/trainer.py:is_of_trainer": "asks `is_file` first, and reads its head alone",
-    "host/kernel_files.py:read_text": KERNEL,
-    "host/trials.py:_huge_bytes": KERNEL,
+    "machine/host/system_files.py:read_text": KERNEL,
+    "machine/host/trials.py:_huge_bytes": KERNEL,
     "integrations/lightning.py:load_checkpoint": IS_FILE,
     "integrations/transformers.py:_load_optimizer_and_scheduler": IS_FILE,
     "job/ema.py:__init__": OWN,
     "job/ema.py:read": IS_FILE,
     "job/ema.py:write": OWN,
-    "job/saved_hardware.py:_processor_name": KERNEL,
+    "machine/described.py:_processor_name": KERNEL,
     "job/torch_states.py:read_states": IS_FILE,
     "job/torch_states.py:write_torch": OWN,
-    "recipes/corpus.py:build_tokenizer": PACKAGE,
-    "recipes/corpus.py:iterate_files": "texts that a person names to train on: of any size, a piece at a time, and a pipe may be meant",
-    "recipes/corpus.py:iterate_text": "sources of the running interpreter",
+    "integrations/recipes/corpus.py:build_tokenizer": PACKAGE,
+    "integrations/recipes/corpus.py:iterate_files": "texts that a person names to train on: of any size, a piece at a time, and a pipe may be meant",
+    "integrations/recipes/corpus.py:iterate_text": "sources of the running interpreter",
     "report/page.py:_read": PACKAGE,
     "store/directory.py:read_manifest_file": CHECKED,
-    "store/file_operations.py:_open_direct": "a file that is open already, by its descriptor",
-    "store/file_operations.py:allocate": "a file that is open already, by its descriptor",
-    "store/file_operations.py:open": "the store's one door to the system",
-    "store/file_operations.py:open_file": CHECKED,
-    "store/file_operations.py:sync_directory": DIRECTORY,
-    "store/file_operations.py:write_small_file": "written, without waiting, and by no other name of somebody's file",
+    "store/files.py:_open_direct": "a file that is open already, by its descriptor",
+    "store/files.py:allocate": "a file that is open already, by its descriptor",
+    "store/files.py:open": "the store's one door to the system",
+    "store/files.py:open_file": CHECKED,
+    "store/files.py:sync_directory": DIRECTORY,
+    "store/files.py:write_small_file": "written, without waiting, and by no other name of somebody's file",
     "store/lock.py:_open_file": CHECKED,
     "store/lock.py:boot_id": KERNEL,
     "store/lock.py:process_start_time": KERNEL,
-    "store/temporary.py:_open": DIRECTORY,
+    "store/directory.py:_open": DIRECTORY,
 }
 
 

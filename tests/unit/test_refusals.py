@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.cli.source import find_function, read_parts
-from memfit.core.machines import read_hardware
+from memfit.core.errors import check_platform
+from memfit.core.hardware import read_hardware
 from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.platforms import check_platform
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.recipes import find_recipe, model_recipe
-from memfit.verification.meters import AcceleratorMeter
+from memfit.integrations.recipes.gpt import find_recipe
+from memfit.integrations.recipes.model_recipe import model_recipe
+from memfit.machine.meters import AcceleratorMeter
 
 COLUMNS, LINES = 160, 3
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)

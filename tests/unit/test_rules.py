@@ -13,27 +13,22 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.limits import Budget
+from memfit.core.hardware import Hardware, Link, Rate, TierSpec
+from memfit.core.limits import MIB, Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import CallProfile, Profile
-from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
+from memfit.core.step import Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
-from memfit.core.units import MIB
 from memfit.core.work_kinds import Work, WorkKind
-from memfit.planning import between
-from memfit.planning.candidates import decided_calls, find_tail, list_candidates
-from memfit.planning.plan_costs import PlanCosts
-from memfit.planning.planner import choose_plan
-from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate
-from memfit.planning.refusals import Refusal
-from memfit.prediction import predict
-from memfit.prediction.predict import Appraisal
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.lower import lower
+from memfit.planner.search import uniform_search
+from memfit.planner.search.candidates import decided_calls, find_tail, list_candidates
+from memfit.planner.search.planner import choose_plan
+from memfit.planner.search.pricing import BuiltCandidate, PlanCosts, PlanQuestion, PricedCandidate, Refusal
+from memfit.step.build import build_forward, build_step
+from memfit.step.lower import lower
+from memfit.step.predict import Appraisal, predict
 from unit.checking import check_schedule
 from unit.profiles import PAGE, chain_profile, gpt_profile
 
@@ -178,7 +173,7 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
     profile = profile if of_two_kinds is None else with_work(profile, of_two_kinds=of_two_kinds)
     every = predicted(Plan(), profile).peak_bytes
     limits = [limit(every * share // 20 + 6 * MIB) for share in range(3, 20)]
-    build, count, built = between._Pair.build, PlanQuestion.build, 0
+    build, count, built = uniform_search._Pair.build, PlanQuestion.build, 0
 
     def built_above_its_bound(pair: Any, number: int, index: int) -> Any:
         bound_s = pair._bound_s(number)
@@ -199,15 +194,15 @@ def test_plans_between_two_are_left_out_only_where_none_of_them_could_win(
                 found.append((choice.weighed_s, choice.timeline.peak_bytes))
         return found
 
-    monkeypatch.setattr(between._Pair, "build", built_above_its_bound)
+    monkeypatch.setattr(uniform_search._Pair, "build", built_above_its_bound)
     monkeypatch.setattr(PlanQuestion, "build", counted)
     short, of_short = answers(), built
-    monkeypatch.setattr(between, "_may_fit", lambda *_: True)
+    monkeypatch.setattr(uniform_search, "_may_fit", lambda *_: True)
     built = 0
     assert answers() == short
     of_seconds = built
     monkeypatch.setattr(
-        between._Pair, "_may_win", lambda pair, count, _: pair._fast.weighed_bound <= pair._bound_s(count)
+        uniform_search._Pair, "_may_win", lambda pair, count, _: pair._fast.weighed_bound <= pair._bound_s(count)
     )
     built = 0
     assert answers() == short
@@ -259,13 +254,13 @@ def test_between_segments_of_several_calls_and_calls_of_their_own_plans_are_lega
     """Checkpoints of segments beside kept products, where these are few and slow."""
     profile = gpt_profile(layers=9, width=64, vocabulary=256, tokens=256, batch_rows=2, rows=(2,))
     profile = with_work(profile, of_two_kinds=False, operations=36.0, spared=0.02)
-    make, made = between._Pair._plan, list[Plan]()
+    make, made = uniform_search._Pair._plan, list[Plan]()
 
     def noted(pair: Any, count: int) -> Plan:
         made.append(make(pair, count))
         return made[-1]
 
-    monkeypatch.setattr(between._Pair, "_plan", noted)
+    monkeypatch.setattr(uniform_search._Pair, "_plan", noted)
     for kib in range(9200, 10300, 100):
         choose_plan(
             profile, limit(kib << 10), machine(), tiers=(), splits_allowed=False, clips_norm=True, staging_bytes=0

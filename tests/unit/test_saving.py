@@ -26,11 +26,11 @@ from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.files import replace, writer
-from memfit.files.json_values import decode_value, encode_value
 from memfit.files.tensor_bytes import row_major_parts
+from memfit.files.trainer import decode_value, encode_value
+from memfit.integrations.recipes.gpt import find_recipe
 from memfit.job.loading import load
-from memfit.job.saving import save_job
-from memfit.recipes import find_recipe
+from memfit.runs.saving import save_job
 from memfit.store import FileOperations
 
 ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
@@ -387,7 +387,7 @@ def test_the_exception_of_an_interrupt_leaves_the_old_save(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("memfit.job.saving.write_tensors", interrupted)
+    monkeypatch.setattr("memfit.runs.saving.write_tensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         two.save(tmp_path / "out")
     assert digest(tmp_path / "out") == before

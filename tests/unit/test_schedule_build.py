@@ -13,12 +13,12 @@ from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Fetch, Forward, Schedule
 from memfit.core.tiers import Tier
-from memfit.planning.over_ranks_plans import share_out
-from memfit.prediction import predict
-from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_step
-from memfit.scheduling.lower import lower
-from memfit.scheduling.sizes import flat_gradient_bytes
+from memfit.planner.search.over_ranks_plans import share_out
+from memfit.step.build import build_forward, build_step
+from memfit.step.check import check_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.step.sizes import flat_gradient_bytes
 from unit.profiles import chain_profile, gpt_profile
 
 DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)

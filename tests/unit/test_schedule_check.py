@@ -12,7 +12,7 @@ from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule, parse_action
 from memfit.core.tiers import Tier
-from memfit.scheduling.build import build_forward, build_step
+from memfit.step.build import build_forward, build_step
 from unit.checking import check_schedule
 from unit.profiles import chain_profile, gpt_profile
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
-from memfit.core.showing import html_bar, html_table, in_runs
+from memfit.core.step_report import html_bar, html_table, in_runs
 from memfit.core.tiers import TIERS, Tier
 
 HOMES = st.sampled_from(TIERS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.layout import split_layout
-from memfit.homes.split_masters import join, split
+from memfit.homes.masters import join, split
 
 # Around zero, around a tie, and at both ends of what the lower half of a word can be.
 LOWER_HALVES = (0, 1, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF)

@@ -13,12 +13,12 @@ import pytest
 
 import memfit
 from memfit.core.errors import StoreError
-from memfit.store.temporary import PREFIX, TemporaryDirectory, sweep
+from memfit.store.directory import PREFIX, TemporaryDirectory, sweep
 
 OWNER = """
 import sys
 from pathlib import Path
-from memfit.store.temporary import TemporaryDirectory
+from memfit.store.directory import TemporaryDirectory
 held = TemporaryDirectory(sys.argv[1])
 (held.path / "homes").mkdir()
 (held.path / "homes" / "homes-0.bin").write_bytes(bytes(1000))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
-from memfit.allocator import install
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import StateFormat
 from memfit.core.tiers import Tier
+from memfit.devices.binding import install
 from memfit.job import torch_states
 
 WIDTH, LAYERS = 64, 4

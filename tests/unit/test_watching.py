@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.precision import ComputeDtype
 from memfit.core.step_report import StepReport, TierUse
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.homes.update_watchers import UpdatedPiece
+from memfit.homes.update_pieces import UpdatedPiece
 
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
 WIDTH, BLOCKS = 24, 3

@@ -35,7 +35,7 @@ def main() -> None:
         if is_program:
             hear_again()
         if is_program and _RUNS_TORCH.intersection(sys.argv) and "--help" not in sys.argv:
-            from memfit.host import restart_with_settings
+            from memfit.machine.host.settings import restart_with_settings
 
             restart_with_settings()
         from memfit.cli.console import app

@@ -13,17 +13,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from memfit.cli.doctor_command import doctor
+from memfit.cli.doctor_command import doctor, probe
 from memfit.cli.formats_command import FORMATS_SETTINGS, formats
 from memfit.cli.init_command import init
 from memfit.cli.interrupted import INTERRUPTED, leave_at_once
 from memfit.cli.plan_command import plan
-from memfit.cli.probe_command import probe
 from memfit.cli.profile_command import profile
 from memfit.cli.report_command import report
-from memfit.cli.store_command import export
+from memfit.cli.store_command import export, verify
 from memfit.cli.train_command import train
-from memfit.cli.verify_command import verify
 from memfit.core.errors import DoesNotFitError, MemfitError
 
 

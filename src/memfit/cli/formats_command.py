@@ -12,13 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from memfit.cli.output import TableList, open_console, print_table
+from memfit.cli.options import TableList, open_console, print_table
 from memfit.core.errors import UsageError
-from memfit.formats import (
-    FORMATS,
+from memfit.core.format_catalog import FORMATS, BlockFormat, find_format
+from memfit.core.number_formats import (
     NEAREST_EVEN,
     TOWARD_ZERO,
-    BlockFormat,
     FixedPoint,
     FloatFormat,
     Number,
@@ -26,7 +25,6 @@ from memfit.formats import (
     Rounding,
     SignMagnitude,
     Specials,
-    find_format,
     find_rounding,
     read_code,
     read_number,

@@ -29,7 +29,7 @@ def init(
 
     A small model, its loss, its batches, and the lines that train it inside a limit.
     """
-    from memfit.core.units import parse_bytes
+    from memfit.core.limits import parse_bytes
 
     if task not in TASKS:
         raise UsageError(f"--task is one of {', '.join(TASKS)}, not {task!r:.80}")

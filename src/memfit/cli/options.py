@@ -14,29 +14,34 @@ one name, one default and one text.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from memfit.cli.source import CommandSource, find_source
-from memfit.core.aliases import own_allowances
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.numerics import ALLOWANCES
+from memfit.core.plan import own_allowances
+from memfit.report.page import write_report
 
 
 def _recipe_names(incomplete: str) -> list[str]:
-    from memfit.recipes import RECIPES
+    from memfit.integrations.recipes.gpt import RECIPES
 
     return [recipe.name for recipe in RECIPES if recipe.name.startswith(incomplete)]
 
 
 def _machine_names(incomplete: str) -> list[str]:
-    from memfit.core.machines import machine_names
+    from memfit.core.hardware import machine_names
 
     return [name for name in machine_names() if name.startswith(incomplete)]
 
@@ -219,7 +224,7 @@ def given_hardware(hardware: str | None, tiers: str | None) -> Hardware | None:
     Raises:
         UsageError: no such machine, or sizes without one.
     """
-    from memfit.core.machines import machine_names, read_hardware, read_tiers
+    from memfit.core.hardware import machine_names, read_hardware, read_tiers
 
     sizes = {} if tiers is None else read_tiers(tiers)
     found = read_hardware(hardware)
@@ -265,3 +270,68 @@ def _taken(kind: Any, given: dict[str, Any]) -> Mapping[str, Any]:
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+# Tables and lines on the terminal.
+
+# Where there is no terminal (a file, a pipe) nothing is cut at 80 characters.
+_WIDTH_ELSEWHERE = 160
+
+
+class TableList(Console):
+    """A console that shows nothing and keeps the tables it is given, for `--json`.
+
+    Attributes:
+        tables: of each its title and its rows, by the names of their columns ("note" of one without
+            a name).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(file=StringIO())
+        self.tables: list[dict[str, Any]] = []
+
+    def take(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Keeps a table."""
+        names = [column or "note" for column in columns]
+        self.tables.append({"title": title, "rows": [dict(zip(names, row, strict=True)) for row in rows]})
+
+
+def open_console(*, on_errors: bool = False) -> Console:
+    """A console on standard output, or on that for errors, where standard output is for another
+    program.
+    """
+    console = Console(highlight=False, stderr=on_errors)
+    return console if console.is_terminal else Console(highlight=False, stderr=on_errors, width=_WIDTH_ELSEWHERE)
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()
+) -> None:
+    """Prints a table; the first column and those in `left` are text, the others numbers, aligned
+    right.
+    """
+    if isinstance(console, TableList):
+        console.take(title, columns, rows)
+        return
+    table = Table(header_style="", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        is_text = index == 0 or column in left
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*row)
+    console.print(title, style="bold", markup=False)
+    console.print(table, markup=False)
+    console.print()
+
+
+def print_json(path: Path, data: Any) -> None:
+    """Writes data as JSON to a file, or to standard output for `-`.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    text = json.dumps(data, indent=1, allow_nan=False)
+    if path == Path("-"):
+        typer.echo(text)
+    else:
+        write_report(path, text + "\n")

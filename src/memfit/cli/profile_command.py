@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,16 +10,64 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from memfit.cli.graph_file import check_graph_file, write_graph
-from memfit.cli.options import JsonOption, MachineOptions, SourceOptions, shared
-from memfit.cli.output import open_console, print_json, print_table
-from memfit.core.numbered_names import joined_names, split_number
+from memfit.cli.options import JsonOption, MachineOptions, SourceOptions, open_console, print_json, print_table, shared
+from memfit.core.errors import UsageError
+from memfit.core.limits import format_bytes, format_seconds
 from memfit.core.plan import Plan
-from memfit.core.units import format_bytes, format_seconds
+from memfit.core.step_report import joined_names, split_number
+from memfit.report.page import write_report
 
 if TYPE_CHECKING:
-    from memfit.api.advise import Advice
     from memfit.core.profile import Profile, TraceProfile
+    from memfit.planner.advise import Advice
+
+
+# Files of the training graph that `memfit profile --graph` writes.
+
+_ENDINGS = (".json", ".dot", ".svg")
+
+
+def check_graph_file(path: Path | None, module: str | None) -> None:
+    """Checks the two options before anything is traced.
+
+    Raises:
+        UsageError: the file ends in something else than .json, .dot or .svg, or a module is named
+            without a file.
+    """
+    if path is None and module is not None:
+        raise UsageError("--graph-of says which part of the training graph to write: name a file with --graph as well")
+    if path is not None and path.suffix not in _ENDINGS:
+        raise UsageError(f"--graph {path}: the ending says the form, one of {', '.join(_ENDINGS)}")
+
+
+def write_graph(path: Path, module: str | None, title: str, profile: Profile) -> None:
+    """Writes the graph of a plain step of the whole batch, or of a module's calls in it.
+
+    Raises:
+        UsageError: the module is not called, or the file cannot be written.
+    """
+    from memfit.report.training_graph import chain, draw_graph, training_graph
+
+    trace = profile.traces[profile.batch_rows]
+    graph = training_graph(profile, trace)
+    if module is not None:
+        sites = {call.site for call in trace.calls}
+        calls = [call for call in trace.calls if call.site == module]
+        if not calls:
+            near = difflib.get_close_matches(module, sites, n=3, cutoff=0.3)
+            raise UsageError(
+                f"--graph-of {module!r}: no call of the step is of that module; there are {near or sorted(sites)[:5]}"
+            )
+        names = [f"{what} {c.index}" for c in calls for what in ("forward", "backward")]
+        known = {node.name for node in graph.nodes}
+        graph = graph.around(name for name in names if name in known)
+    if path.suffix == ".json":
+        write_report(path, graph.to_json() + "\n")
+    elif path.suffix == ".dot":
+        write_report(path, graph.to_dot())
+    else:
+        shown = graph if module is not None else chain(graph, trace)
+        write_report(path, draw_graph(shown, f"training graph of {title}" + (f", {module}" if module else "")))
 
 
 @shared
@@ -43,8 +92,8 @@ def profile(
     check_graph_file(graph, graph_of)
     with console.status("tracing a step"):
         source = options.build()
-        from memfit.api import profile as profile_step
-        from memfit.api.advise import advise
+        from memfit.job.fit import profile as profile_step
+        from memfit.planner.advise import advise
 
         keywords, there = machine.keywords(), None
         asked = source.model, source.optimizer, source.loss, source.sample
@@ -75,8 +124,7 @@ def profile(
 
 def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) -> dict[str, Any]:
     """The profile as JSON values; bytes are whole numbers."""
-    from memfit.report.closed_forms import closed_forms
-    from memfit.report.memory_tables import profile_tables
+    from memfit.report.memory_tables import closed_forms, profile_tables
 
     told: dict[str, Any] = {
         "title": name,
@@ -98,10 +146,10 @@ def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) 
 
 def _break_even(there: Advice, name: str) -> list[dict[str, Any]]:
     """Rows of what is saved for backward: what keeping it, moving it away and back, or making it
-    again costs on that machine; see `report.lifetime_data`, [Note: break-even].
+    again costs on that machine; see `report.timeline_data`, [Note: break-even].
     """
     from memfit.cli.report_command import subject_of_advice
-    from memfit.report.lifetime_data import lifetime_data
+    from memfit.report.timeline_data import lifetime_data
 
     rows = lifetime_data(subject_of_advice(there, name, clips_norm=False))["storages"]
     return [

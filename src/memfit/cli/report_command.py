@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, shared
-from memfit.cli.output import open_console, print_json, print_table
-from memfit.core.units import format_bytes, format_seconds
+from memfit.cli.options import (
+    DecisionOptions,
+    JsonOption,
+    MachineOptions,
+    SourceOptions,
+    open_console,
+    print_json,
+    print_table,
+    shared,
+)
+from memfit.core.limits import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memfit.api.advise import Advice
-    from memfit.core.timeline import Timeline
+    from memfit.core.step import Timeline
+    from memfit.planner.advise import Advice
     from memfit.report.subject import ReportSubject
 
 
@@ -37,7 +45,7 @@ def report(
     console = open_console(on_errors=json == Path("-"))
     with console.status("predicting"):
         source = options.build()
-        from memfit.api.advise import advise
+        from memfit.planner.advise import advise
 
         advice = advise(
             source.model,
@@ -81,10 +89,8 @@ def _write_files(subject: ReportSubject, html: Path | None, perfetto: Path | Non
     Raises:
         UsageError: a file cannot be written.
     """
-    from memfit.report.page import page_of
-    from memfit.report.page_data import page_data
+    from memfit.report.page import page_data, page_of, write_report
     from memfit.report.perfetto import render_perfetto
-    from memfit.report.written import write_report
 
     data = page_data(subject)
     if html is not None:

@@ -1,7 +1,7 @@
 """Calls of blocks that torch.compile compiles, as plans are priced.
 
 In: what was measured of one block of each class. Out: a profile in which its calls take that share
-of their work, and those bytes. See [Note: compiled blocks] in `job.compiled_blocks`.
+of their work, and those bytes. See [Note: compiled blocks] in `planner.compiled_blocks`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from memfit.core.profile import CallProfile, Profile, TraceProfile
-from memfit.core.storage_profile import StorageProfile
+from memfit.core.profile import CallProfile, Profile, StorageProfile, TraceProfile
 from memfit.core.work_kinds import Work
 
 # Numbers that a graph keeps as tensors.

@@ -7,6 +7,8 @@ keeps ordinary `except ValueError` code working.
 
 from __future__ import annotations
 
+import logging
+
 
 def shown(value: object) -> str:
     """Returns a value as a message shows it: the beginning of its `repr`."""
@@ -109,3 +111,43 @@ class PeerError(MemfitError, RuntimeError):
 
     All ranks of the job raise it, but for the one that failed, which raises its own error.
     """
+
+
+# Operating systems that memfit runs on.
+#
+# In: `sys.platform`. Out: nothing, or an error that says where to go.
+
+_WAYS = {
+    "darwin": "run it in a Linux container or virtual machine (it has no backend for Apple's GPUs)",
+    "win32": "run it in WSL 2, which is Linux (wsl --install, then pip install memfit there)",
+}
+
+
+def check_platform(platform: str) -> None:
+    """Refuses other systems than Linux.
+
+    Args:
+        platform: as `sys.platform` has it.
+
+    Raises:
+        PlatformError: another system.
+    """
+    if platform == "linux":
+        return
+    name = {"darwin": "macOS", "win32": "Windows"}.get(platform, repr(platform))
+    way = _WAYS.get(platform, "run it on Linux, or in a Linux container or virtual machine")
+    raise PlatformError(
+        f"memfit runs on Linux only, and this is {name}: it measures and limits memory through /proc and the allocator of Linux. To use it here, {way}"
+    )
+
+
+# The logger of memfit: everything it logs goes through `logging.getLogger("memfit")`.
+#
+# In: lines of text. Out: records, shown only where the program has set logging up
+# (`logging.basicConfig`). Plans, saves, exchanged plans and the end of a job are of level INFO,
+# each step and commit of level DEBUG; what the user must know is a warning or an error of its own,
+# and not in the log alone.
+
+LOG = logging.getLogger("memfit")
+# A library leaves it to the program where records go.
+LOG.addHandler(logging.NullHandler())

@@ -10,14 +10,182 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-from memfit.core.documents import parse_json
+from memfit.core.documents import parse_json, read_document
 from memfit.core.errors import PlanError, UsageError
-from memfit.core.rates import ROUNDED_ELEMENTS_PER_S, SPLIT_ELEMENTS_PER_S, Rate
-from memfit.core.tiers import NETWORK, Tier
-from memfit.core.units import MOST_BYTES, parse_bytes
-from memfit.core.work_kinds import WorkKind
+from memfit.core.limits import MOST_BYTES, parse_bytes
+from memfit.core.storage_formats import ComputeDtype
+from memfit.core.tiers import NETWORK, Tier, is_processor
+from memfit.core.work_kinds import SMALLER_FIRST, WorkKind
+
+# Rates of classes of work where a machine's description does not state them.
+#
+# In: what a `Hardware` states in any case (matrix products a second, updates), and its data sheet.
+# Out: a `Rate` for each `WorkKind`. Measured ones (`memfit probe`) stand in `Hardware.rates` and
+# win.
+#
+# [Note: derived rates]
+# Ratios to matrix products and to memory's bandwidth, as measured on a server's core with AVX-512
+# for processors, and assumed for accelerators. They say what a class costs roughly; their spread
+# says so. What an accelerator's update does with bf16 weights beside the optimizer's class is
+# derived from the bytes that its operations move.
+
+DERIVED_SPREAD = 0.3
+
+SPLIT_ELEMENTS_PER_S = 1.3e9
+"""Joining a master from its weight and the rest, and splitting it again, parameters a second on one
+core, without launching (measured: 512 Ki in 0.2 ms on a server's core with AVX-512, in 0.55 ms on
+one with AVX2).
+"""
+ROUNDED_ELEMENTS_PER_S = 4.4e8
+"""Rounding weights that have no masters stochastically, likewise (0.55 and 2.6 ms).
+"""
+SPLIT_BYTES = 30.0
+"""Bytes that the operations of joining a master, splitting it again and rounding its weight read
+and write.
+"""
+ROUNDED_BYTES = 116.0
+"""Bytes that the operations of drawing a parameter's noise and rounding it read and write.
+"""
+
+
+class Rate(NamedTuple):
+    """Amount a second, and the share by which measurements of it differed."""
+
+    per_s: float
+    spread: float = 0.0
+
+
+# By class: its share of the rate of products, on a processor and on an accelerator.
+_OF_PRODUCTS: Mapping[str, tuple[float, float]] = {
+    "products-256": (1.0, 1.0),
+    "products-128": (1.0, 1.0),
+    "products-64": (0.9, 1.0),
+    "products-16": (0.85, 0.5),
+    "products-4": (0.5, 0.15),
+    "batched-products": (0.65, 0.6),
+    "attention": (0.75, 0.6),
+    "attention-backward": (0.6, 0.5),
+    "convolution": (0.6, 0.6),
+    "convolution-backward": (0.5, 0.5),
+    "narrow-convolution": (0.35, 0.4),
+    "narrow-convolution-backward": (0.3, 0.3),
+}
+_WHATEVER_DTYPE = {"convolution-backward", "narrow-convolution", "narrow-convolution-backward"}
+# By class: amounts for each byte a second of memory. Elements: as many bytes each as the divisor.
+_OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
+    WorkKind.PRODUCTS_1: (0.5, 0.4),
+    WorkKind.HALF_PRODUCTS_1: (0.5, 0.8),
+    WorkKind.GROUPED_CONVOLUTION: (0.5, 1.0),
+    WorkKind.STREAMED: (1.0, 1.0),
+    WorkKind.STREAMED_LARGE: (0.8, 1.0),
+    WorkKind.REDUCED: (0.7, 1.0),
+    WorkKind.TRANSPOSED: (0.3, 0.6),
+    WorkKind.GATHERED: (0.2, 0.4),
+    WorkKind.HALF_ATTENTION_ROWS: (1 / 80_000, 1 / 1_000),
+    # A processor converts; an accelerator reads two of them and writes one.
+    WorkKind.HALF_ELEMENTS: (1 / 20, 1 / 6),
+    WorkKind.FUNCTIONS: (1 / 18, 1 / 8),
+    WorkKind.SLOW_FUNCTIONS: (1 / 60, 1 / 8),
+    WorkKind.NORMALIZED: (1 / 22, 1 / 8),
+    WorkKind.NORMALIZED_BACKWARD: (1 / 40, 1 / 16),
+    WorkKind.WINDOWED: (1 / 120, 1 / 8),
+    WorkKind.DRAWN: (1 / 180, 1 / 8),
+    WorkKind.FRESH: (1 / 12, 1.0),
+}
+_FLOPS_PER_BYTE = 3.3, 14.0
+_OPERATIONS_PER_S = 2e5, 1.5e5
+# Python's part of a step, in operations that take as long (measured by `memfit probe` on a server's
+# core, where an operation took 5.8 us).
+_OPERATIONS_OF: Mapping[WorkKind, float] = {
+    WorkKind.PYTHON: 0.25,
+    WorkKind.NODES: 0.5,
+    WorkKind.WATCHED: 5.0,
+    WorkKind.SELECTED: 3.0,
+    WorkKind.CALLS: 17.0,
+    WorkKind.FRAMES: 35.0,
+    WorkKind.SWITCHES: 40.0,
+    WorkKind.STEPS: 400.0,
+    WorkKind.VISITS: 28.0,
+    WorkKind.VISITED: 7.0,
+    WorkKind.PIECES: 30.0,
+    WorkKind.PIECE_TRANSFERS: 12.0,
+}
+
+
+def rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+    """Returns the rate of each class on the device. See [Note: derived rates]."""
+    found = _derived(hardware)
+    found.update(hardware.rates)
+    calls = found[WorkKind.OPERATIONS]
+    for kind, operations in _OPERATIONS_OF.items():
+        if kind not in hardware.rates:
+            found[kind] = Rate(calls.per_s / operations, DERIVED_SPREAD)
+    return found
+
+
+def host_rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+    """Returns the rates of updates on the host's cores, beside an accelerator."""
+    # Python's part is the same on either processor.
+    beside = rates_of(hardware)
+    return {
+        WorkKind.UPDATED: Rate(hardware.host_update_elements_per_s),
+        WorkKind.PIECES: beside[WorkKind.PIECES],
+        WorkKind.PIECE_TRANSFERS: beside[WorkKind.PIECE_TRANSFERS],
+        WorkKind.ENCODED: Rate(hardware.host_codec_elements_per_s),
+        WorkKind.SPLIT: Rate(hardware.host_split_elements_per_s),
+        WorkKind.ROUNDED: Rate(hardware.host_rounded_elements_per_s),
+    }
+
+
+def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
+    column = 0 if is_processor(hardware.device) else 1
+    products = hardware.flops_per_s
+    half = hardware.bf16_flops_per_s or products
+    sheet = hardware.datasheet
+    memory = products / _FLOPS_PER_BYTE[column] if sheet is None else sheet.memory_bytes_per_s * sheet.utilisation
+    found = {WorkKind.FLOPS: Rate(products)}
+    for name, shares in _OF_PRODUCTS.items():
+        found[WorkKind(name)] = Rate(products * shares[column], DERIVED_SPREAD)
+        if name not in _WHATEVER_DTYPE:
+            found[WorkKind(f"bf16-{name}")] = Rate(half * shares[column], DERIVED_SPREAD)
+    found[WorkKind.FP16] = Rate(half * 0.8, DERIVED_SPREAD)
+    for kind, shares in _OF_MEMORY.items():
+        found[kind] = Rate(memory * shares[column], DERIVED_SPREAD)
+    found[WorkKind.OPERATIONS] = Rate(_OPERATIONS_PER_S[column], DERIVED_SPREAD)
+    found[WorkKind.UPDATED] = Rate(hardware.update_elements_per_s)
+    found[WorkKind.ENCODED] = Rate(hardware.codec_elements_per_s)
+    is_beside = not is_processor(hardware.device)
+    split_per_s = memory / SPLIT_BYTES if is_beside else SPLIT_ELEMENTS_PER_S
+    rounded_per_s = memory / ROUNDED_BYTES if is_beside else ROUNDED_ELEMENTS_PER_S
+    found[WorkKind.SPLIT] = Rate(split_per_s, DERIVED_SPREAD)
+    found[WorkKind.ROUNDED] = Rate(rounded_per_s, DERIVED_SPREAD)
+    return found
+
+
+def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
+    """Returns the machine with its speed of matrix products in a plan's dtype."""
+    if compute is ComputeDtype.GIVEN:
+        return hardware
+    flops_per_s = hardware.bf16_flops_per_s or hardware.flops_per_s
+    # What is derived from products in the given dtype, memory's rates for instance, stays as it is.
+    rates = {**rates_of(hardware), WorkKind.FLOPS: Rate(flops_per_s)}
+    return replace(hardware, flops_per_s=flops_per_s, rates=rates)
+
+
+def at_rates_of_smaller(hardware: Hardware) -> Hardware:
+    """Returns the machine with each class of work at least as fast as those that the same operation
+    is of on fewer rows: with smaller sizes, or within caches.
+    """
+    rates = dict(rates_of(hardware))
+    for smaller_first in SMALLER_FIRST:
+        for smaller, kind in pairwise(smaller_first):
+            rates[kind] = max(rates[kind], rates[smaller])
+    return replace(hardware, rates=rates)
+
 
 DATA_AXIS = "data"
 """Axis of ranks that have rows of their own, in `Hardware.network`."""
@@ -148,7 +316,7 @@ class Hardware:
             cores join and split, and that they round stochastically; the device's are in `rates`.
         datasheet: peaks that the rates were made from; None where they were measured.
         rates: of classes of work on the device, as measured; a class that is missing has a derived
-            one (`core.rates`).
+            one (`core.hardware`).
         network: links between ranks, by the axis that they lie on ("data"): "read" is what a rank
             receives.
         on_chip: bytes of memories on the chip, in which no plan places anything, by a name for
@@ -156,7 +324,7 @@ class Hardware:
         is_unified: the accelerator's memory is the host's. Told, not used: plans price copies
             between them all the same.
         architecture: of an accelerator's chip, as its compiler names it ("sm_90", "gfx942"), which
-            says what kernels take beside tensors (`profiling.accelerator_scratch`); "": unknown,
+            says what kernels take beside tensors (`trace.workspaces`); "": unknown,
             and counted as NVIDIA's newest.
         step_spread: share by which nine of ten steps were nearer to their predicted seconds than,
             beside the spreads of rates.
@@ -479,3 +647,94 @@ def _text(what: str, given: object) -> str:
     if not isinstance(given, str) or len(given) > _LONGEST_SOURCE or not given.isprintable():
         raise UsageError(f"{what} is a line of text, not {given!r:.80}")
     return given
+
+
+# Machines by name, by file and by text: descriptions of common devices, and sizes of their tiers.
+#
+# In: what a person writes for `hardware=`, `--hardware` and `--tiers`. Out: `Hardware`.
+#
+# [Note: from a data sheet]
+# A data sheet states peaks; `Hardware` holds what a step reaches. One factor leads from the one to
+# the other, `utilisation` of the file, 0.5 in all that are shipped: large trainings report 38 to 46
+# % of the peak in bf16 for the whole step (Grattafiori et al. 2024, "The Llama 3 Herd of Models",
+# table 4; Chowdhery et al. 2022, "PaLM", section 4.1), and their matrix products alone reach more.
+# It multiplies matrix products, and the memory's bandwidth for updates and encoded states. fp32 is
+# priced without TF32, as torch multiplies unless it is told otherwise. Nothing of it was measured
+# by us; host and disk are assumptions, to be replaced by `--tiers` or in a copy of the file.
+
+_DIRECTORY = Path(__file__).with_name("machine_files")
+
+
+def machine_names() -> list[str]:
+    """Returns the names that descriptions are shipped under, in order."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.json"))
+
+
+def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
+    """Reads a machine from its name, its JSON text or its file; a `Hardware` and None stay as they
+    are.
+
+    A file that has a machine's name is meant by a path: `./h200`, or `Path("h200")`.
+
+    Raises:
+        UsageError: an unknown name, with the nearest ones; not a machine; or a file that cannot be
+            read.
+    """
+    if hardware is None or isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
+        raise UsageError(
+            f"hardware must be a Hardware, a machine's name, its JSON text or a path to it, not {type(hardware).__name__}"
+        )
+    if isinstance(hardware, str) and hardware.lstrip().startswith("{"):
+        return Hardware.from_json(hardware)
+    path = Path(hardware)
+    if isinstance(hardware, str) and (known := _known(hardware)) is not None:
+        path = _DIRECTORY / f"{known}.json"
+    try:
+        text = read_document(path, limit_bytes=FILE_LIMIT_BYTES)
+    except (OSError, ValueError) as error:
+        if isinstance(hardware, Path) or "/" in hardware or hardware.endswith(".json"):
+            raise UsageError(f"the hardware file {str(hardware)[:200]!r} cannot be read: {error}") from error
+        raise UsageError(f"{_unknown(hardware)} As a file it cannot be read ({error})") from error
+    return Hardware.from_json(text)
+
+
+def read_tiers(text: str) -> Mapping[Tier, int]:
+    """Reads capacities as `device=141GiB,host=128GiB,disk=64GiB`.
+
+    Raises:
+        UsageError: another form, a size that cannot be read, or a tier named twice.
+    """
+    sizes: dict[Tier, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals:
+            raise UsageError(f"{part.strip()!r:.80} of the tiers is not TIER=SIZE, such as 'device=141GiB'")
+        try:
+            tier = Tier(name.strip())
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if tier in sizes:
+            raise UsageError(f"the tier {str(tier)!r} has two sizes")
+        sizes[tier] = parse_bytes(size)
+    return sizes
+
+
+def _known(name: str) -> str | None:
+    """The shipped name that a person means by `H200`, `rtx 4090` or `RTX-4090`."""
+    return {_plain(known): known for known in machine_names()}.get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c not in "-_ ")
+
+
+def _unknown(name: str) -> str:
+    """Says which machines have names like this one, and which there are."""
+    names, wanted = {_plain(known): known for known in machine_names()}, _plain(name)
+    # "h100" lacks its form; by letters alone "h200" would be nearer.
+    longer = [plain for plain in names if wanted and wanted in plain]
+    near = [names[plain] for plain in longer or difflib.get_close_matches(wanted, list(names), n=3, cutoff=0.5)]
+    guess = f": did you mean {' or '.join(map(repr, near))}?" if near else "."
+    return f"no machine is called {name!r:.80}{guess} memfit has descriptions of {', '.join(names.values())}."

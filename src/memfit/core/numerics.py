@@ -22,11 +22,9 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from memfit.core.errors import UsageError
-from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import Order, Plan
-from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.state_formats import StateFormat
+from memfit.core.storage_formats import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype, FrozenFormat, StateFormat
 from memfit.core.tiers import Tier
 
 Wish = Literal["auto", "exact"]

@@ -11,6 +11,7 @@ One that has none (a higher-order operator) is not kept, and what it writes is n
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -97,3 +98,27 @@ def _written_names(func: Any) -> tuple[str, ...]:
     # In training these kernels change the running statistics behind their schema's back.
     name = schema.name.partition("::")[2]
     return _STATISTICS if "batch_norm" in name and "backward" not in name else ()
+
+
+# Attention that bypasses tiled kernels.
+#
+# In: nothing (the `profiling` package fills it). Out: a frozen dataclass, a part of
+# `core.profile.TraceProfile`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UntiledAttention:
+    """Attention that saves its probabilities for backward, instead of making them again in tiles.
+
+    Attributes:
+        call: index of the call in whose segment it ran.
+        module: dotted name of the module.
+        saved_bytes: the probabilities, and dropout's mask and result where there are any.
+        tiled_bytes: what a tiled kernel saves in their place, a number in fp32 for each row. Q, K
+            and V are saved either way.
+    """
+
+    call: int
+    module: str
+    saved_bytes: int
+    tiled_bytes: int

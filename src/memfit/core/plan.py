@@ -7,22 +7,111 @@ by `Plan.check`, and turned into a `Schedule` by `scheduling`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import list_in, object_in, parse_json
 from memfit.core.errors import PlanError
-from memfit.core.frozen_formats import FrozenFormat
-from memfit.core.hashing import hash_once, without_hash
-from memfit.core.precision import ComputeDtype
+from memfit.core.layout import Share
+from memfit.core.process_state import hash_once, without_hash
 from memfit.core.saved_policies import Saved
-from memfit.core.shares import Share
-from memfit.core.showing import html_table, in_runs, named_values
-from memfit.core.state_formats import StateFormat
+from memfit.core.step_report import html_table, in_runs, joined_names, named_values
+from memfit.core.storage_formats import ComputeDtype, FrozenFormat, StateFormat
 from memfit.core.tiers import TIERS, Tier, is_processor
+
+# Aliases: the field's other words for memfit's choices, accepted wherever a choice is read. What
+# memfit writes are its own words.
+#
+# In: a word as a person wrote it, and its purpose. Out: memfit's word, or the word unchanged if it
+# is not known; the reader of the choice then refuses it. The glossary (docs/glossary.md) has them;
+# a test compares.
+
+_SAVED = {
+    "keep": ("kept", "save"),
+    "recompute": (
+        "rematerialization", "rematerialize", "remat", "recomputation", "checkpoint", "checkpointing", "activation checkpointing",
+        "gradient checkpointing",
+    ),
+    "select": ("selective", "selective checkpointing", "selective activation checkpointing", "selective recompute"),
+    "offload": ("SwapOut", "SwapIn", "swap", "SwapOut / SwapIn", "activation offload", "offloading"),
+}  # fmt: skip
+_TIER = {
+    "device": ("gpu", "cuda", "accelerator", "vram", "hbm"),
+    "host": ("cpu", "ram", "dram", "pinned"),
+    "disk": ("nvme", "ssd", "file", "files"),
+}
+_SYNONYMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "saved": _SAVED,
+    "saved_home": _TIER,
+    "boundary_home": _TIER,
+    "weight_home": _TIER,
+    "gradient_home": _TIER,
+    "state_home": _TIER,
+    "update_on": _TIER,
+    "order": {
+        "layer-major": ("breadth-first",),
+        "microbatch-major": ("depth-first", "gradient accumulation", "plain accumulation"),
+    },
+    "compute_dtype": {"bfloat16": ("bf16",), "float16": ("fp16", "half")},
+    "allow": {
+        "bf16": ("bfloat16",),
+        "fp16": ("float16", "half"),
+        "int8-state": ("8-bit optimizer", "8bit optimizer", "int8 states"),
+        "int4-state": ("4-bit optimizer", "4bit optimizer", "int4 states"),
+        "fp8-state": ("fp8 optimizer", "fp8 states"),
+        "bf16-state": ("bf16 optimizer", "bf16 states"),
+        "nf4-frozen": ("QLoRA", "nf4 base", "4-bit base"),
+        "int8-frozen": ("LLM.int8", "int8 base", "8-bit base"),
+    },
+}
+_FIELDS = {
+    "microbatches": ("micro_batches", "gradient_accumulation_steps", "accumulation_steps", "micro_steps"),
+    "weight_home": ("weight_placement", "param_home", "parameter_home"),
+    "gradient_home": ("gradient_placement", "grad_home"),
+    "state_home": ("state_placement", "optimizer_home", "optimizer_state_home"),
+    "update_on": ("update_device", "optimizer_device", "step_on"),
+    "saved": ("activations", "checkpointing"),
+}
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[\s_/-]+", "", word).lower()
+
+
+def _turned(words: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    return {_plain(alias): own for own, aliases in words.items() for alias in (own, *aliases)}
+
+
+_BY_PURPOSE = {purpose: _turned(words) for purpose, words in _SYNONYMS.items()}
+_BY_FIELD = _turned(_FIELDS)
+
+
+def own_word(purpose: str, word: str) -> str:
+    """Returns memfit's word for a choice; an unknown word is returned unchanged.
+
+    Args:
+        purpose: the field of a plan that it is for, or "allow".
+        word: as it was written; capitals, blanks, hyphens and underlines do not matter.
+    """
+    return _BY_PURPOSE.get(purpose, {}).get(_plain(word), word)
+
+
+def own_field(name: str) -> str:
+    """Returns memfit's name for a field of a plan's JSON; an unknown name is returned unchanged."""
+    return _BY_FIELD.get(_plain(name), name)
+
+
+def own_allowances(allow: Collection[str]) -> Collection[str]:
+    """Returns the permissions given to `fit(allow=...)` in memfit's words. A string in place of a
+    set is returned unchanged, to be refused later.
+    """
+    if isinstance(allow, str):
+        return allow
+    return frozenset(own_word("allow", name) if isinstance(name, str) else name for name in allow)  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
+
 
 PLAN_FORMAT = 1
 _LARGEST = 1 << 40
@@ -63,7 +152,7 @@ class BlockPlan:
             Gradients and states must be at home on the host or on disk then. Without an accelerator
             both are the same processor.
         weights_over, gradients_over, states_over: whether each rank has the whole of them at home,
-            or its share (`core.shares`). All whole: data parallel; states cut: ZeRO-1; gradients
+            or its share (`core.layout`). All whole: data parallel; states cut: ZeRO-1; gradients
             too: ZeRO-2; all cut: ZeRO-3, FSDP.
 
     Source: Ren et al. 2021, "ZeRO-Offload", section 4.
@@ -111,7 +200,7 @@ class BlockPlan:
     def updates_on_host(self, device: str) -> bool:
         """Tells whether the update runs on the host's processor beside an accelerator.
 
-        Lowering (`scheduling.lower`) and homes (`engine.housing`) both ask here.
+        Lowering (`step.lower`) and homes (`engine.housing`) both ask here.
 
         Args:
             device: as `is_processor` takes it.
@@ -183,10 +272,10 @@ class Plan:
         splits_masters: masters share their upper bits with the weights that are rounded from them,
             so that exactly 17 bits an element are stored beside a weight instead of 32.
         drops_masters: there are no masters. Weights, in the compute dtype, are rounded
-            stochastically when they are updated (`homes.rounded`).
-        state_format: number format of optimizer states at home; see `core.state_formats`, [Note:
+            stochastically when they are updated (`homes.masters`).
+        state_format: number format of optimizer states at home; see `core.storage_formats`, [Note:
             state formats].
-        frozen_format: number format of frozen linear weights at home; see `core.frozen_formats`,
+        frozen_format: number format of frozen linear weights at home; see `core.storage_formats`,
             [Note: frozen weights in few bits].
         ranks: number of processes that train the model together, each with rows of its own (data
             parallel).
@@ -498,3 +587,62 @@ def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
 
 _ON_DEVICE = BlockPlan()
 _KEPT = CallPlan()
+
+
+# Differences between two plans, for people: which blocks and calls are decided otherwise.
+#
+# In: two `Plan`s. Out: `PlanDifference`s; none if the plans are equal.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDifference:
+    """One thing that two plans decide otherwise.
+
+    Attributes:
+        where: names of blocks, indices of calls, or the field's name.
+        before, after: the decisions, as a plan's file has them.
+    """
+
+    where: str
+    before: str
+    after: str
+
+
+def plan_differences(before: Plan, after: Plan) -> tuple[PlanDifference, ...]:
+    """Returns what differs, fields of the step first; equal differences of several blocks or calls
+    are one.
+    """
+    found = [
+        PlanDifference(
+            where=each.name, before=_word(getattr(before, each.name)), after=_word(getattr(after, each.name))
+        )
+        for each in fields(Plan)
+        if each.name not in ("blocks", "calls") and getattr(before, each.name) != getattr(after, each.name)
+    ]
+    blocks: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys([*before.blocks, *after.blocks]):
+        if before.block(name) != after.block(name):
+            blocks.setdefault(_unlike(before.block(name), after.block(name)), []).append(name or "(model)")
+    for (old, new), names in blocks.items():
+        several = f"{len(names)} blocks: " if len(names) > 1 else "block "
+        found.append(PlanDifference(where=f"{several}{joined_names(names)}", before=old, after=new))
+    calls: dict[tuple[str, str], list[int]] = {}
+    for index in range(max(len(before.calls), len(after.calls))):
+        if before.call(index) != after.call(index):
+            calls.setdefault(_unlike(before.call(index), after.call(index)), []).append(index)
+    for (old, new), indices in calls.items():
+        shown = joined_names(map(str, indices))
+        several = f"{len(indices)} calls: " if len(indices) > 1 else "call "
+        found.append(PlanDifference(where=f"{several}{shown}", before=old, after=new))
+    return tuple(found)
+
+
+def _unlike(before: BlockPlan | CallPlan, after: BlockPlan | CallPlan) -> tuple[str, str]:
+    """Returns the decisions that differ, of both."""
+    names = [each.name for each in fields(before) if getattr(before, each.name) != getattr(after, each.name)]
+    old, new = (", ".join(f"{name}={_word(getattr(made, name))}" for name in names) for made in (before, after))
+    return old, new
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

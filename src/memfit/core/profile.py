@@ -17,18 +17,112 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memfit.core.layout import flat_layout
-from memfit.core.limits import KERNELS_KEPT, TILED_PRODUCT_KERNEL_BYTES
+from memfit.core.limits import KERNELS_KEPT, TILED_PRODUCT_KERNEL_BYTES, format_bytes
+from memfit.core.operators import UntiledAttention
 from memfit.core.saved_policies import Saved
-from memfit.core.showing import html_table
-from memfit.core.storage_profile import StorageProfile
-from memfit.core.units import format_bytes
-from memfit.core.untiled_attention import UntiledAttention
-from memfit.core.update_profile import UpdateProfile
+from memfit.core.step_report import html_table
 from memfit.core.work_kinds import Work
+
+# Storages of a traced step: who makes, saves, receives and holds each.
+#
+# In: nothing (the `profiling` package fills it). Out: a frozen dataclass, a part of
+# `core.profile.TraceProfile`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageProfile:
+    """A storage that the traced step allocated (weights and their gradients excluded).
+
+    Attributes:
+        index: position in `TraceProfile.storages`.
+        nbytes: its bytes.
+        segment: forward segment in which it was made (see [Note: segments of
+            a trace] in `core.profile`).
+        saved_inside: calls that saved it for backward between their entry and their return;
+            recompute drops it, offload moves it.
+        saved_outside: segments whose code between calls saved it; always kept.
+        argument_of: calls that receive it as an argument; a recomputed call must hold it.
+        given_apart: calls among these that receive a tensor which no call returned as it is (a
+            view, or a result of code between calls): also a segment in which it is made and that
+            recomputes must hold it.
+        last_use: last forward segment in which an operation reads it or a call receives it (or the
+            one that made it).
+        uses: how often operations of the forward read it, by segment; views read nothing.
+        backward_uses: how often those of the backward do, where nothing is made again.
+        held_until: last forward segment at whose end the program still holds it without autograd's
+            having saved it (such as logits in an output object); equal to `last_use` if not held
+            longer.
+        leaves: an offload moves it, of the call that saved it or got it as an argument; else it
+            stays until backward (see `core.shape`).
+        is_unseen: an autograd function holds it without the saved-tensor hooks, so that it stays
+            until backward under every plan.
+        is_input: it belongs to the batch or is a buffer, so that it exists before and after the
+            step.
+        is_buffer: it is a buffer of the model (then `is_input` too), which all microbatches share:
+            it counts once.
+        is_lasting: the program still holds it when the step is over (a module keeps it); from the
+            second step on, one like it exists before the forward and all through the step.
+    """
+
+    index: int
+    nbytes: int
+    segment: int
+    saved_inside: tuple[int, ...] = ()
+    saved_outside: tuple[int, ...] = ()
+    argument_of: tuple[int, ...] = ()
+    given_apart: tuple[int, ...] = ()
+    last_use: int = -1
+    uses: tuple[tuple[int, int], ...] = ()
+    backward_uses: int = 0
+    held_until: int = -1
+    leaves: bool = True
+    is_unseen: bool = False
+    is_input: bool = False
+    is_buffer: bool = False
+    is_lasting: bool = False
+
+
+# Memory of the update of one parameter, as data.
+#
+# In: nothing (`planner.problem` fills it). Out: a frozen dataclass.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateProfile:
+    """Memory of the update of one parameter, which is made in pieces.
+
+    Attributes:
+        piece_elements: elements in a piece; the last one may have fewer.
+        first_piece_elements: the same in the parameter's first update, which makes its states; 0:
+            equal.
+        scratch_bytes: temporary memory of the optimizer for a piece.
+        host_scratch_bytes: the same on the host, beside an accelerator. The optimizer may have
+            another implementation there (one tensor at a time instead of several).
+        state_bytes: bytes of all states of the parameter at home.
+        encoded_elements: elements of encoded states, summed over states: twice the parameter's for
+            two encoded moments.
+        work_share: bytes that the optimizer's operations move for an element, as a multiple of what
+            AdamW's move.
+        needs_whole: the optimizer needs all of the parameter, so that one rank must hold it whole.
+    """
+
+    piece_elements: int
+    first_piece_elements: int = 0
+    scratch_bytes: int = 0
+    host_scratch_bytes: int = 0
+    state_bytes: int = 0
+    encoded_elements: int = 0
+    work_share: float = 1.0
+    needs_whole: bool = False
+
+    def scratch_of(self, elements: int) -> int:
+        """Returns the temporary bytes of the optimizer for some elements at once."""
+        return math.ceil(self.scratch_bytes * elements / max(self.piece_elements, 1))
+
 
 _BLOCKS_SHOWN = 30
 
@@ -58,7 +152,7 @@ class BlockProfile:
         parameters: in the order of `named_parameters`; each parameter of the model is in exactly
             one block.
         is_spanning: a weight is read by code between calls, so the block must stay on the device.
-        encoded: names of frozen parameters that rest in few bits (`core.frozen_formats`).
+        encoded: names of frozen parameters that rest in few bits (`core.storage_formats`).
         encoded_bytes: bytes of the home of all of the block's weights then; 0: none is encoded.
     """
 
@@ -497,3 +591,22 @@ class Profile:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(b.weight_bytes for b in self.blocks)
+
+
+# Profile of a step that accumulates: what the user's own loop may do, as planning sees it.
+#
+# In: the profile of one batch. Out: that of two such batches, one after the other.
+
+
+def accumulated(profile: Profile) -> Profile:
+    """Returns the profile of a step of the user's own loop, which runs two batches like this one
+    back before it updates: the second meets the gradients of the first, as any later one does.
+    """
+    # Nobody cuts anything: what forbids to cut a batch has no say.
+    return replace(
+        profile,
+        batch_rows=2 * profile.batch_rows,
+        reads_batch_statistics=False,
+        unsplittable_buffers=(),
+        is_accumulated=True,
+    )

@@ -8,11 +8,15 @@ whether it visits and whether it trains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from memfit.core.errors import UnsupportedError
+from memfit.core.layout import Scheme, Share
+from memfit.core.limits import KIB
 from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.profile import Profile
-from memfit.core.shares import Share
+from memfit.core.profile import CallProfile, Profile
 from memfit.core.tiers import Tier
 
 
@@ -244,3 +248,100 @@ def _leaves(plan: Plan, first: int) -> Tier | None:
     if policy.keeps_all or call.boundary_home is Tier.DEVICE:
         return None
     return call.boundary_home
+
+
+# Parts of a block that a commit to a store writes: one rule for the price and for what is done.
+#
+# In: the form of masters, the store's scheme. Out: names of parts, which `step.sizes` turns into
+# bytes and `runs.schemes` into regions.
+
+Masters = Literal["whole", "split", "none"]
+"""How masters rest: whole, as what they differ from the weights by, or not at all."""
+Part = Literal["weight", "master", "state"]
+
+
+def masters_of(plan: Plan) -> Masters:
+    """Names the form in which a plan's masters rest."""
+    if plan.drops_masters:
+        return "none"
+    return "split" if plan.splits_masters else "whole"
+
+
+def committed_parts(masters: Masters, *, has_masters: bool, scheme: Scheme = "generations") -> tuple[Part, ...]:
+    """Lists the parts of a block that belong to a commit; those at home in the store are there
+    already.
+
+    Weights are left out where a whole master says them: they are rounded from it again when the run
+    goes on. A split master is only what its weight does not say, so both are needed. A journal
+    keeps one version of a block, all parts of which are written together.
+
+    Args:
+        masters: how they rest.
+        has_masters: the block has any.
+        scheme: of the store.
+    """
+    is_said = has_masters and masters == "whole" and scheme == "generations"
+    return ("master", "state") if is_said else ("weight", "master", "state")
+
+
+# Rule by which storages leave the device when a plan offloads activations, shared by profile,
+# prediction and engine.
+
+MINIMUM_LEAVING_BYTES = 64 * KIB
+"""Smaller storages stay: a transfer of fewer bytes costs more in latency than the memory is worth.
+"""
+
+
+def leaves(nbytes: int, *, is_movable: bool, minimum_bytes: int = MINIMUM_LEAVING_BYTES) -> bool:
+    """Tells whether a storage leaves.
+
+    Args:
+        nbytes: size of the whole storage.
+        is_movable: all tensors over the storage are movable; see `is_movable`.
+        minimum_bytes: smaller ones stay.
+    """
+    return is_movable and nbytes >= minimum_bytes
+
+
+def is_movable(tensor: Any, kinds: tuple[type, ...]) -> bool:
+    """Tells whether a tensor can be rebuilt as a view of bytes that were offloaded and came back.
+
+    Args:
+        tensor: a torch tensor, dense.
+        kinds: classes of ordinary tensors; bytes of other classes need not be one range.
+    """
+    return type(tensor) in kinds and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+# Check for calls that cannot be recomputed: running them twice would compute something else.
+#
+# In: a plan and the calls of a trace. Out: nothing, or an error.
+
+
+def check_again(plan: Plan, calls: Sequence[CallProfile]) -> None:
+    """Checks that the plan recomputes no call that would then compute something else. Raises
+    `UnsupportedError`.
+    """
+    for call in calls:
+        if call.runs_once and plan.call(call.index).saved.policy.recomputes:
+            why, way_out = _why(call)
+            raise UnsupportedError(
+                f"call {call.index} ({call.site}) {why}: plan saved='keep' or 'offload' for it{way_out}"
+            )
+
+
+def _why(call: CallProfile) -> tuple[str, str]:
+    if call.changes_arguments:
+        return (
+            "puts tensors into an object that it was given (a key-value cache), so running it again would be wrong",
+            ", or switch the cache off (use_cache=False)",
+        )
+    if call.is_substituted:
+        return (
+            "is called with other tensors in the places of its parameters (torch.func.functional_call, for instance), and run again it would compute with its own",
+            "",
+        )
+    return (
+        "changes a tensor in place that its module keeps (no buffer), and run again it would meet what it left there",
+        ", or make it a buffer (register_buffer)",
+    )

@@ -113,7 +113,7 @@ def updates_in_place(tier: Tier, device: str) -> bool:
     """Tells whether an update computes on bytes of that tier in place; else pieces of them are
     copied to the device and back.
 
-    Lowering (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
+    Lowering (`step.lower`) and homes (`MemoryHome.memory`) both ask here.
 
     Args:
         tier: where weights, masters, gradients or states rest.

@@ -1,7 +1,7 @@
 """Kinds of work and their amounts: what computing costs, apart from the machine that does it.
 
 In: counted by `profiling` for each operation of a trace, and by `scheduling` for updates. Out:
-amounts by kind, which `prediction.pace` divides by the rates of a `Hardware`.
+amounts by kind, which `step.clock` divides by the rates of a `Hardware`.
 
 [Note: classes of work]
 One rate for all operations is off by factors: on a processor a GELU by its formula with tanh passes

@@ -1,8 +1,10 @@
-"""Accelerators beside the processor: streams, pins, limits, statistics and generators, over
-`torch.accelerator`.
+"""Devices: accelerators beside the processor, and the allocator of the processor's memory.
 
-In: a `torch.device`. Out: its `Accelerator`. The rest of memfit asks here and names no backend;
-what torch has no generic interface for is one small class a backend (`cuda.py`).
+In: a `torch.device`; torch's requests for memory. Out: streams, pins, limits, statistics and
+generators of an `Accelerator`, over `torch.accelerator` (the rest of memfit names no backend;
+`cuda` has the calls without a generic interface); exact live, peak and mapped bytes of the
+processor's tensors, with a hard limit (`binding`, `allocator.cpp`); the kernel's figures and limits
+(`procfs`, `kernel`); one buffer for many tensors (`buffer_arena`).
 """
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of

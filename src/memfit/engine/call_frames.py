@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile
-from memfit.core.recomputable import check_again
+from memfit.core.shape import check_again
 from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
+from memfit.engine.frames import CallSite, Frame, make_frame
+from memfit.engine.offload import Offloader
+from memfit.engine.recompute import SegmentGroup
 from memfit.engine.sites import Site
+from memfit.engine.writes import Writes
 from memfit.homes.offloaded import HomePool
 from memfit.homes.weights import BlockWeights
 

@@ -19,14 +19,11 @@ from memfit.core.schedule import Action
 from memfit.core.step import Step
 from memfit.engine.driven_run import DrivenRun, LineWatch, end_of_backward
 from memfit.engine.entered_calls import Listener, ServedCalls, StepCalls
-from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals, watch_last
 from memfit.engine.measured_step import BothRecorders, Recorder, StepRecorder
-from memfit.engine.modules import ModuleNotes
+from memfit.engine.modules import MicrobatchLeaves, ModuleNotes, watch_arrivals, watch_last
 from memfit.engine.run import StepRun
-from memfit.engine.side_tensors import SideTensors
-from memfit.engine.sites import OwnWeights, Site, SiteHooks
-from memfit.engine.update_phase import UpdatePhase
-from memfit.engine.visits import Visits
+from memfit.engine.sites import OwnWeights, SideTensors, Site, SiteHooks
+from memfit.engine.update_phase import UpdatePhase, Visits
 from memfit.engine.work import EngineParts, EnginePhase, FrameFactory, Outcome, StepInput
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.updates import UpdateWorker

@@ -17,17 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from memfit.activations import Frame
-from memfit.activations.frames import RecomputedFrame
-from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY
 from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Forward, Schedule
 from memfit.engine.backward import BackwardPasses
 from memfit.engine.coroutines import Coroutine, can_pause
-from memfit.engine.leaves import MicrobatchLeaves, Replaced
+from memfit.engine.frames import Frame, RecomputedFrame
 from memfit.engine.measured_step import Recorder
-from memfit.engine.open_frames import OpenFrames
-from memfit.engine.work import EngineParts
+from memfit.engine.modules import MicrobatchLeaves, Replaced
+from memfit.engine.work import EngineParts, OpenFrames
+from memfit.engine.writes import TRY_ANOTHER_POLICY
 from memfit.tensors.autograd_graph import (
     parameters_of_earlier_calls,
     sequence_number,

@@ -27,17 +27,14 @@ from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome
 from memfit.homes.encoded_weights import EncodedWeights, layout_at_home
-from memfit.homes.exchanged_gradients import ExchangedGradients
+from memfit.homes.exchanged_gradients import ExchangedGradients, Sharing
 from memfit.homes.factories import HomeFactory, HomeRequest
 from memfit.homes.gradients import GradientHomes
+from memfit.homes.masters import RoundedMasters, SplitMasters, rest_ends, rest_nbytes, round_masters
 from memfit.homes.offloaded import HomePool
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
-from memfit.homes.rounded import RoundedMasters, round_masters
-from memfit.homes.sharing import Sharing
-from memfit.homes.split_masters import SplitMasters, rest_ends, rest_nbytes
-from memfit.homes.staged_blocks import StagedBlock
-from memfit.homes.weights import BlockWeights
+from memfit.homes.weights import BlockWeights, StagedBlock
 from memfit.tensors.trees import bytes_view
 
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from memfit.core.hardware import LinkTraffic
 from memfit.core.schedule import Action
+from memfit.core.step import Moment, Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Moment, Timeline
 
 Traffic = tuple[Mapping[str, int], Mapping[str, int]]
 """Function that returns bytes read and written so far, by purpose."""

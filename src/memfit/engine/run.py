@@ -54,14 +54,12 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.step import Operation, Step, Token
-from memfit.engine.backward import BackwardPasses
+from memfit.engine.backward import BackwardPasses, Counts, Seeds, seed
 from memfit.engine.coroutines import Coroutine
 from memfit.engine.entered_calls import Listener, StepCalls
 from memfit.engine.measured_step import Recorder
-from memfit.engine.open_frames import OpenFrames
-from memfit.engine.seeding import Counts, Seeds, seed
-from memfit.engine.turn_gates import TurnGates
-from memfit.engine.work import EngineParts, EnginePhase, Outcome, StepInput
+from memfit.engine.update_phase import TurnGates
+from memfit.engine.work import EngineParts, EnginePhase, OpenFrames, Outcome, StepInput
 
 
 class StepRun:

@@ -27,11 +27,11 @@ from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
 
+from memfit.engine.caches import OffloadedCaches
 from memfit.engine.coroutines import Coroutine, can_pause
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site, SiteHooks
 from memfit.homes.weights import BlockWeights, check_untouched
-from memfit.huggingface.caches import OffloadedCaches
 from memfit.tensors.one_call import OneCall
 from memfit.tensors.random_streams import draw_streams
 

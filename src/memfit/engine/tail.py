@@ -33,7 +33,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from memfit.core.errors import UnsupportedError
-from memfit.tensors.shared_elements import shares_elements
+from memfit.tensors.write_marks import shares_elements
 
 
 @dataclass(frozen=True, kw_only=True)

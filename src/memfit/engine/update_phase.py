@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from memfit.core.errors import UnsupportedError
+from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.schedule import Accumulate, Clear, Commit
-from memfit.core.step import UpdatePlace
+from memfit.core.step import Operation, Token, UpdatePlace
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.home import DONE, TransferGroup, TransferHandle
-from memfit.homes.updates import UpdateWorker
-from memfit.homes.weights import BlockWeights, check_unwritten
+from memfit.homes.updates import Gate, UpdateWorker
+from memfit.homes.weights import BlockWeights, check_untouched, check_unwritten
 
 
 class UpdatePhase:
@@ -147,7 +147,7 @@ class UpdatePhase:
             self.wait(b)
 
     def multiply(self, factor: float) -> None:
-        """Multiplies gradients by a factor from now on. See `engine.seeding`, [Note: counts that
+        """Multiplies gradients by a factor from now on. See `engine.backward`, [Note: counts that
         come late].
         """
         assert self._gradients is not None
@@ -231,3 +231,120 @@ class UpdatePhase:
             self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its update")
             self.update(block.index)
             self.do(Clear(block.index))
+
+
+# Gates of a journal's turns: the updates of a turn change nothing before the previous turn is
+# committed.
+#
+# In: updates and keeps as a run reaches them. Out: handles that updates wait for, in their own
+# thread.
+
+
+class TurnGates:
+    """Gates of one run, by the token of the keep that opens them."""
+
+    def __init__(self) -> None:
+        self._gates: dict[Token, Gate] = {}
+
+    def before(self, update: Operation) -> TransferHandle:
+        """Returns the handle that an update waits for: of the keep of the previous turn, if the
+        list has it later than the update.
+        """
+        turn = next((token for token in update.after if token.kind == "keep"), None)
+        return DONE if turn is None else self._gates.setdefault(turn, Gate())
+
+    def open(self, keep: Operation) -> None:
+        """Opens the gate of a turn that was committed."""
+        if keep.gives is not None and keep.gives in self._gates:
+            # Only now may the next turn's blocks be written over the versions that were just
+            # replaced.
+            self._gates[keep.gives].open()
+
+    def shut(self) -> None:
+        """Ends all waits with an error. Must come before updates are waited for, which would wait
+        for these gates.
+        """
+        for gate in self._gates.values():
+            # In the thread of the run; the updates' thread wakes up with the error and changes
+            # nothing.
+            gate.shut(StoreError("the step was given up before this block's turn"))
+
+
+# Visits of weights while a schedule runs: as it says, and on demand if the model does what its
+# trace did not foresee.
+#
+# In: the blocks, and waits for their updates. Out: weights that are on the device when code reads
+# them.
+
+
+class Visits:
+    """Fetches and releases for one engine. A block whose update is under way is waited for before
+    it moves.
+
+    Args:
+        blocks: by the schedule's block index.
+        wait_for_update: waits for a block's update, if one is under way.
+        wait_on_device: the same for an update that works on the block's device bytes, and not for
+            one on the host.
+        depart: called with a description of what the schedule did not foresee.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockWeights],
+        wait_for_update: Callable[[int], None],
+        depart: Callable[[str], None],
+        wait_on_device: Callable[[int], None] | None = None,
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._wait_for_update = wait_for_update
+        self._wait_on_device = wait_for_update if wait_on_device is None else wait_on_device
+        self._depart = depart
+        self._on_demand: set[int] = set()
+
+    def fetch(self, b: int) -> None:
+        """Begins a visit that the schedule asks for."""
+        # Before the bytes come: until the update is through, its home has those of before it.
+        self._wait_for_update(b)
+        self._blocks[b].fetch()
+        self._on_demand.discard(b)
+
+    def release(self, b: int) -> None:
+        """Ends a visit.
+
+        Raises:
+            UnsupportedError: the model's own code has changed a weight meanwhile, which would be
+                lost.
+        """
+        # Before the bytes go: an update that works on them here would write into freed memory.
+        self._wait_on_device(b)
+        block = self._blocks[b]
+        # Before the release: afterwards nothing shows what the model's code wrote.
+        check_untouched([block])
+        block.release()
+
+    def ensure(self, blocks: Sequence[int], *, is_foreseen: bool = False) -> None:
+        """Makes sure that the blocks' weights are here. Those that had to be fetched now are
+        counted as departures, unless that was foreseen.
+        """
+        for b in blocks:
+            block = self._blocks[b]
+            if not block.is_here:
+                if not is_foreseen:
+                    self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
+                # As for a visit of the schedule, which would have waited too.
+                self._wait_for_update(b)
+                block.fetch()
+                self._on_demand.add(b)
+            # Also for a visit that is under way: code is about to read the bytes.
+            block.wait()
+
+    def end_on_demand(self) -> None:
+        """Releases what came on demand and was not asked for by the schedule since."""
+        came = [self._blocks[b] for b in self._on_demand]
+        self._on_demand.clear()
+        try:
+            check_untouched(came)
+        finally:
+            for block in came:
+                block.release()

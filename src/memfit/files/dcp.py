@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from memfit.core.errors import UnsupportedError
-from memfit.core.units import MIB
+from memfit.core.limits import MIB
 from memfit.files.tensor_bytes import TensorSource
-from memfit.store.os_errors import explain
+from memfit.store.files import explain
 from memfit.tensors.trees import new_storage, typed_view
 
 CHUNK_BYTES = 16 * MIB

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from memfit.core.errors import StoreError, UsageError
+from memfit.engine.conversions import Conversion, MovedPiece, loading_conversions, row_major_range
 from memfit.files.names import extra_states, keep_names
 from memfit.files.reader import TensorFile
-from memfit.huggingface.conversions import Conversion, loading_conversions
-from memfit.huggingface.moves import MovedPiece, row_major_range
 from memfit.tensors.container import TensorEntry
-from memfit.tensors.shared_elements import copy_shared, shares_elements
+from memfit.tensors.write_marks import copy_shared, shares_elements
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.units import MIB
+from memfit.core.limits import MIB
 from memfit.store import FileOperations
-from memfit.store.file_operations import sync_directory
+from memfit.store.files import explain, sync_directory
 from memfit.store.manifest import MANIFEST_NAME
-from memfit.store.os_errors import explain
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from memfit.core.errors import StoreError
-from memfit.core.units import MIB, round_up
+from memfit.core.limits import MIB, round_up
 from memfit.files.tensor_bytes import TensorSource
 from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.store import FileOperations, aligned_memory, memory_of_storage, open_file
-from memfit.store.memory_ranges import ALIGNMENT_BYTES
-from memfit.store.os_errors import explain
+from memfit.store.checksums import ALIGNMENT_BYTES
+from memfit.store.files import explain
 from memfit.store.transfer import move
 from memfit.tensors.container import Header
 from memfit.tensors.trees import new_storage
@@ -151,3 +151,47 @@ class _Filling:
             TransferGroup(transfers).wait()
             raise
         return TransferGroup(transfers)
+
+
+# Reads and writes at a position of a file, whole: the system may move a part only, where a disk is
+# nearly full or of more than 2 GiB.
+#
+# In: a descriptor, bytes. Out: the same bytes in the file, or in memory; its position does not
+# move.
+
+
+def write_at(file: int, data: object, offset: int) -> None:
+    """Writes all of it.
+
+    Args:
+        file: descriptor.
+        data: anything with contiguous bytes.
+        offset: of its first byte in the file.
+
+    Raises:
+        OSError: it does not go in.
+    """
+    left = memoryview(data).cast("B")  # type: ignore[arg-type]
+    while left:
+        done = os.pwrite(file, left, offset)
+        left, offset = left[done:], offset + done
+
+
+def read_at(file: int, into: object, offset: int) -> bool:
+    """Fills memory.
+
+    Args:
+        file: descriptor.
+        into: anything with contiguous bytes that may be written.
+        offset: of its first byte in the file.
+
+    Returns:
+        False: the file ends before.
+    """
+    left = memoryview(into).cast("B")  # type: ignore[arg-type]
+    while left:
+        done = os.preadv(file, [left], offset)
+        if not done:
+            return False
+        left, offset = left[done:], offset + done
+    return True

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from memfit.core.layout import ALIGNMENT_BYTES
+from memfit.core.limits import round_up
 from memfit.core.tiers import Tier
-from memfit.core.units import round_up
 from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.staging import Staged, Staging
 from memfit.store import Memory, Region, memory_of_storage

@@ -1,7 +1,7 @@
 """Weights of a block whose frozen linear ones rest in few bits.
 
 In: a home of encoded bytes. Out: a home that is read and written as the block's flat buffer. See
-`core.frozen_formats`, [Note: frozen weights in few bits].
+`core.storage_formats`, [Note: frozen weights in few bits].
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from functools import cache, partial
 
 import torch
 
-from memfit.core.frozen_formats import NF4_BLOCK, FrozenFormat, encoded_sizes
+from memfit.core.format_catalog import BlockFormat, find_format
+from memfit.core.storage_formats import NF4_BLOCK, FrozenFormat, encoded_sizes
 from memfit.core.tiers import Tier
-from memfit.formats import find_format
-from memfit.formats.blockwise import BlockFormat
 from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.tensors.trees import bytes_view, new_storage, typed_view

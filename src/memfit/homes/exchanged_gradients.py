@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.homes.device_gradients import dense_gradient
-from memfit.homes.gradients import GradientHomes
+from memfit.homes.factories import HomeRequest
+from memfit.homes.gradients import GradientHomes, dense_gradient
 from memfit.homes.home import ByteHome, TransferHandle
+from memfit.homes.optimizer_states import StateRanks
 from memfit.homes.weights import BlockWeights
 
 
@@ -163,3 +164,63 @@ class ExchangedGradients(GradientHomes):
         own = [peak for name, runs in self._peaks_of_runs.items() if name in names for peak in runs]
         largest = torch.stack(own).amax() if own else torch.tensor(0.0)
         return bool(self._exchange.all_values(largest.float().reshape(1)).isfinite().all())
+
+
+# Sharing of a job's homes between ranks: the protocol by which whoever places homes asks for it.
+#
+# In: requests for homes of a process alone. Out: requests for what this rank has at home, and homes
+# whose visits reach what the others have. Made by the room `distributed`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionPart:
+    """Part of a region that a rank has.
+
+    Attributes:
+        first: its first byte in the whole region.
+        nbytes: its length: whole pages, at least one.
+        elements: by parameter, the elements that it holds.
+    """
+
+    first: int
+    nbytes: int
+    elements: tuple[range, ...]
+
+
+class Sharing:
+    """Ranks that train a model together; abstract."""
+
+    def states(self, block: int) -> StateRanks | None:
+        """Returns what gathers a block's optimizer states; None if each rank has all of them."""
+        raise NotImplementedError
+
+    def held(self, block: int) -> tuple[range, ...]:
+        """Returns the elements of a block's parameters that this rank updates."""
+        raise NotImplementedError
+
+    def part(self, block: BlockWeights, tag: str) -> RegionPart:
+        """Returns what this rank has at home of a block's region.
+
+        Args:
+            block: the block.
+            tag: "weight", "master" or "gradient"; states are laid out by `held` already.
+        """
+        raise NotImplementedError
+
+    def request(self, block: BlockWeights, request: HomeRequest) -> HomeRequest:
+        """Returns the request for this rank's part of a region."""
+        raise NotImplementedError
+
+    def home(self, block: BlockWeights, request: HomeRequest, local: ByteHome) -> ByteHome:
+        """Returns the home of a whole region.
+
+        Args:
+            block: the block.
+            request: of the whole.
+            local: of this rank's part.
+        """
+        raise NotImplementedError
+
+    def exchange(self, *, keeps_norms: bool, keeps_peaks: bool) -> GradientExchange:
+        """Returns what sums gradients over ranks."""
+        raise NotImplementedError

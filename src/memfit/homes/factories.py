@@ -22,17 +22,16 @@ import torch
 from memfit import devices
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.hardware import LinkTraffic, TierSpec
+from memfit.core.limits import MIB
 from memfit.core.tiers import Tier
-from memfit.core.units import MIB
 from memfit.homes.disk import DiskHome
 from memfit.homes.home import ByteHome, TransferGroup
-from memfit.homes.link_meter import LinkMeter
-from memfit.homes.memory import MemoryHome
+from memfit.homes.memory import LinkMeter, MemoryHome
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.regions import RegionStore, WorkingStore
 from memfit.homes.staging import Staging
 from memfit.store import DiskIO, RegionSpec, ScratchFile
-from memfit.store.temporary import TemporaryDirectory, sweep
+from memfit.store.directory import TemporaryDirectory, sweep
 
 _BLANK_BYTES = 4 * MIB
 BytesByTag = dict[str, int]

@@ -16,8 +16,7 @@ import torch
 from memfit import devices
 from memfit.core.tiers import Tier
 from memfit.homes.home import ByteHome, TransferHandle
-from memfit.homes.link_meter import LinkMeter
-from memfit.homes.memory import MemoryHome
+from memfit.homes.memory import LinkMeter, MemoryHome
 from memfit.homes.staging import Staged, Staging
 from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
 

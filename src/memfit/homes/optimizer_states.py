@@ -5,8 +5,8 @@ update, and their way back home.
 
 Tensors of a parameter's size (momentum) and of other sizes (row factors) lie in one byte range for
 each block; single numbers (step counts) stay in memory. If the plan says so, running means are
-stored in fewer bits (`core.state_formats`, [Note: state formats]): they are decoded when a piece's
-values are read and encoded when it is written; homes see bytes.
+stored in fewer bits (`core.storage_formats`, [Note: state formats]): they are decoded when a
+piece's values are read and encoded when it is written; homes see bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,63 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.core.layout import flat_layout
-from memfit.core.state_formats import StateFormat, StateMoment, moment_of, records_of
+from memfit.core.storage_formats import StateFormat, StateMoment, moment_of, records_of
 from memfit.core.tiers import Tier
 from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, write_tensor
 from memfit.homes.state_codecs import StateCodec, codec_of
-from memfit.homes.state_ranks import StateRanks
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
 from memfit.tensors.noise import RoundingNoise
 from memfit.tensors.trees import new_storage, typed_view
+
+# Optimizer states of which each process that trains the model has a share: how they become whole.
+#
+# In: this process's part. Out: whole values. Made by the room `distributed`.
+
+
+class StateRanks:
+    """Processes that have shares of optimizer states; abstract. Its methods are collective."""
+
+    def first_known(
+        self, numbers: Mapping[str, Any] | None, block: BlockWeights, slot: ParameterSlot
+    ) -> dict[str, Any] | None:
+        """Returns the numbers of a parameter's state, of the first process that has any; None if
+        none has.
+        """
+        raise NotImplementedError
+
+    def home(self, local: ByteHome | None, tensor: StateTensor, block: BlockWeights, slot: ParameterSlot) -> ByteHome:
+        """Returns a home of a whole state tensor, whose gathers are collective.
+
+        Args:
+            local: of the values that this process has; None if it has none.
+            tensor: of the state.
+            block: of the parameter.
+            slot: of the parameter.
+        """
+        raise NotImplementedError
+
+    def assemble(
+        self,
+        own: torch.Tensor | None,
+        numel: int,
+        dtype: torch.dtype,
+        block: BlockWeights,
+        slot: ParameterSlot,
+        *,
+        is_like: bool,
+    ) -> torch.Tensor:
+        """Returns a whole state tensor, 1-D.
+
+        Args:
+            own: the values that this process has; None if it has none.
+            numel: of the whole.
+            dtype: of the whole.
+            block: of the parameter.
+            slot: of the parameter.
+            is_like: it is cut as the parameter is; else one process has all of it.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 In: names and sizes of regions. Out: `RegionStore`, the protocol; `WorkingStore`, a store that is
 deleted with the job. A store that outlives the job is another `RegionStore`
-(`checkpoints.run_store`).
+(`runs.run_store`).
 """
 
 from __future__ import annotations

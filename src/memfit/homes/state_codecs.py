@@ -1,8 +1,8 @@
 """Codecs of optimizer states in 4, 8 and 16 bits.
 
-In: fp32 values of a piece of a state, or its records. Out: the other. `core.state_formats`, [Note:
-state formats], says what is encoded and how it lies in memory; the levels of the maps are those of
-`memfit.formats`.
+In: fp32 values of a piece of a state, or its records. Out: the other. `core.storage_formats`,
+[Note: state formats], says what is encoded and how it lies in memory; the levels of the maps are
+those of `memfit.formats`.
 
 [Note: the sign of a scale]
 A record's scale is its value of largest magnitude *with its sign*, so that it stands at level 1,
@@ -27,8 +27,8 @@ from functools import cache
 import torch
 
 from memfit import devices
-from memfit.core.state_formats import RecordLayout, StateFormat, StateMoment, records_of
-from memfit.formats import BlockFormat, find_format
+from memfit.core.format_catalog import BlockFormat, find_format
+from memfit.core.storage_formats import RecordLayout, StateFormat, StateMoment, records_of
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 
 _SCALE_BYTES = 4

@@ -30,7 +30,7 @@ read the weights. The host waits for it before it changes a byte, and the stream
 weights go up waits for it too: that stream is one of the updates' own, so that nothing of the
 backward below is waited for. A weight that comes down is read by the host when its copy is done,
 not when a stream is ordered behind it. Whoever waits for the update's handle is ordered behind what
-went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between
+went up. Pinned pieces are used again when their copies are done (`homes.staging`). In between
 the device goes on: visits of such a block end, and its device gradients go, without waiting for the
 update.
 

@@ -33,20 +33,28 @@ weight. Gradients add up in the master's dtype and layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from memfit.core.errors import PeerError, UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS, flat_layout
-from memfit.core.precision import ComputeDtype, stored_dtypes
+from memfit.core.storage_formats import ComputeDtype, stored_dtypes
 from memfit.core.tiers import Tier
-from memfit.homes.home import ByteHome, TransferGroup, TransferHandle, write_tensor
-from memfit.homes.memory_order import dense_copy, dense_stride
+from memfit.homes.home import ByteHome, TransferGroup, TransferHandle, dense_copy, dense_stride, write_tensor
 from memfit.store.checksums import checksum_of_memory
-from memfit.tensors.guard import mark_away, mark_present
+from memfit.tensors.guard import (
+    Kept,
+    changed_attribute,
+    is_away,
+    keep_attributes,
+    mark_away,
+    mark_present,
+    put_back,
+    refused_change,
+)
 from memfit.tensors.trees import bytes_view, new_storage, typed_view
-from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
 from memfit.tensors.write_marks import address_of, alias_of, has_mark, put_mark, take_mark_off
 
 _COMPARED_BYTES = 1 << 20
@@ -564,7 +572,7 @@ def check_unwritten(block: BlockWeights) -> None:
 
 
 def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dtype, torch.dtype]:
-    """See `core.precision.stored_dtypes`."""
+    """See `core.storage_formats.stored_dtypes`."""
     weight, master = stored_dtypes(str(dtype).removeprefix("torch."), compute)
     return getattr(torch, weight), getattr(torch, master)
 
@@ -643,3 +651,47 @@ def _checksum(content: torch.Tensor) -> int:
 
 def _rests_here(home: ByteHome) -> bool:
     return home.tier is Tier.DEVICE and not home.is_shared and not home.is_encoded
+
+
+# A block's values on the host for a moment, where the device has no room for them and for the home
+# that they move into.
+#
+# In: a block that has not moved in. Out: its values in host memory; its parameters without bytes.
+
+
+class StagedBlock:
+    """The values of a block's parameters, each in the memory order that it has at home.
+
+    Memory: the block's bytes on the host; those on the device are freed.
+
+    Args:
+        block: its parameters are whole on the device.
+        ledger: context in which host memory is allocated.
+
+    Attributes:
+        values: by slot.
+    """
+
+    def __init__(self, block: BlockWeights, ledger: Callable[[], AbstractContextManager[None]]) -> None:
+        self._block = block
+        with ledger(), torch.no_grad():
+            self.values = [
+                torch.empty_strided(slot.shape, slot.stride, dtype=slot.given_dtype).copy_(slot.parameter.data)
+                for slot in block.slots
+            ]
+        # Only when the host has all of them: a failure before leaves the block as it was.
+        for slot in block.slots:
+            slot.parameter.data = torch.empty(0, dtype=slot.given_dtype, device=slot.parameter.device)
+
+    def give_back(self) -> None:
+        """Makes the parameters whole again, when the move has failed and its homes are given up."""
+        for slot, value in zip(self._block.slots, self.values, strict=True):
+            own = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=slot.parameter.device)
+            slot.parameter.data = own.copy_(value)
+
+
+def is_whole(block: BlockWeights) -> bool:
+    """Tells whether all values of a block are in memory: none is deferred or put aside."""
+    parameters = [slot.parameter for slot in block.slots]
+    # One that was put aside has its shape still, and a storage without bytes.
+    return all(not is_away(p) and p.untyped_storage().nbytes() >= p.numel() * p.element_size() for p in parameters)

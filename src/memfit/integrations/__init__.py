@@ -1,7 +1,7 @@
-"""Hosts that have a training loop of their own: what they need beside `job.lines()`.
+"""Trainers and models of other libraries.
 
-In: a host's trainer, made by the user. Out: the same trainer inside a memory limit. Each module
-imports its host; `import memfit` imports none of them.
+In: a host's trainer, made by the user. Out: the same trainer inside a memory limit (`transformers`,
+`lightning`); each module imports its host; `import memfit` imports none of them.
 """
 
 DECIDED_BY_HOSTS = (
@@ -17,4 +17,3 @@ DECIDED_BY_HOSTS = (
     "weight",
     "split",
 )
-"""Keywords of `memfit.fit` that a host's own arguments decide."""

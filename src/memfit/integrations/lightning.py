@@ -28,9 +28,12 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # pyright: ignore[reportMissingImports]
 
-from memfit.api import Job, Lines, fit, generators_kept, sample_of
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.integrations import DECIDED_BY_HOSTS
+from memfit.job.fit import fit
+from memfit.job.job import Job
+from memfit.job.lines import Lines
+from memfit.planner.first_batch import generators_kept, sample_of
 from memfit.tensors.guard import is_away
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")

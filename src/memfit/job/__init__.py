@@ -1,6 +1,6 @@
-"""The job: what runs after `fit` and `infer`, step by step, with its limit, commits and saves. Also
-what `fit` asks before there is a job: the machine, the problem, checks of arguments and plans.
+"""Jobs: `fit`, `infer` and `verify`, and the run that follows, step by step.
 
-In: a model, an optimizer and a plan. Out: steps that are whole or not at all, commits that survive
-a crash, saves that other libraries read, and the proof that the limit was kept.
+In: a model, an optimizer, a loss, a batch, a limit. Out: steps that are whole or not at all, under
+the limit, with its proof; commits that survive a crash. `fit` decides and begins, `step_runner`
+makes steps, `lines` serves the user's own loop, `server` a parameter server.
 """

@@ -14,40 +14,38 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_store
-from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
-from memfit.core.precision import ComputeDtype
-from memfit.core.shares import Share
+from memfit.core.layout import Share
+from memfit.core.storage_formats import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.distributed.agreement import agree
-from memfit.distributed.model_parallel import WHOLE
-from memfit.distributed.rank_group import RankGroup
-from memfit.distributed.rank_sharing import RankSharing
 from memfit.engine.call_frames import CallFrames
 from memfit.engine.engine import Engine
 from memfit.engine.housing import House
-from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import LossScaler, in_half
+from memfit.engine.modules import cast_dtype, casting_inputs
 from memfit.engine.sites import Site
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
-from memfit.homes.pinned_ring import PinnedRing
 from memfit.homes.regions import state_region, updated_regions
-from memfit.homes.staged_blocks import StagedBlock, is_whole
+from memfit.homes.staging import PinnedRing
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
-from memfit.homes.weights import BlockWeights
+from memfit.homes.weights import BlockWeights, StagedBlock, is_whole
 from memfit.job.contents import Contents
 from memfit.job.interrupts import Interrupts
 from memfit.job.journaling import StepJournal
-from memfit.job.machine import FreedPages
-from memfit.job.preparing import PreparedShapes
-from memfit.job.setting import training_setting
-from memfit.job.setup import Planned, Setup
-from memfit.job.together import WeightSums, checksum_at_home, fail_together
+from memfit.machine.machine import FreedPages
+from memfit.mesh.agreement import WHOLE, agree
+from memfit.mesh.rank_group import RankGroup
+from memfit.mesh.rank_homes import RankSharing
 from memfit.optimizers import OwnerCallbacks
-from memfit.scheduling.sizes import cut_of
+from memfit.planner.preparing import PreparedShapes
+from memfit.planner.problem import training_setting
+from memfit.planner.setup import Planned, Setup
+from memfit.planner.together import WeightSums, checksum_at_home, fail_together
+from memfit.runs.checkpointer import Committed, RunCheckpointer, prepare_store
+from memfit.runs.schemes import scheme_of
+from memfit.step.sizes import cut_of
 from memfit.tensors.noise import RoundingNoise
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from memfit.checkpoints.checkpointer import Checkpointer
 from memfit.core.errors import UsageError
+from memfit.core.limits import format_bytes
 from memfit.core.tiers import Tier
-from memfit.core.units import format_bytes
 from memfit.engine.housing import House
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.matching import Matched
@@ -25,11 +24,11 @@ from memfit.homes.gradient_standins import GradientStandIn
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights, put_values
 from memfit.job.journaling import StepJournal
-from memfit.job.setup import Planned, Prepared
-from memfit.job.together import together
-from memfit.tensors.module_walk import buffers_of
+from memfit.planner.setup import Planned, Prepared
+from memfit.planner.together import together
+from memfit.runs.checkpointer import Checkpointer
 from memfit.tensors.noise import RoundingNoise
-from memfit.tensors.trees import tensors_in
+from memfit.tensors.trees import buffers_of, tensors_in
 
 _LARGEST_SHOWN = 5
 

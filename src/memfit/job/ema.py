@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
+from memfit.core.documents import user_path
 from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.layout import PIECE_ELEMENTS
-from memfit.core.paths import user_path
-from memfit.files.positioned import read_at, write_at
-from memfit.homes.update_watchers import UpdatedPiece
+from memfit.files.writer import read_at, write_at
+from memfit.homes.update_pieces import UpdatedPiece
 from memfit.job.job import Job
-from memfit.store.temporary import TemporaryDirectory
+from memfit.store.directory import TemporaryDirectory
 
 _NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -16,27 +16,35 @@ from typing import Any
 
 import torch
 
-from memfit.activations import Buffers
-from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
-from memfit.batches.alike import RowsAlike
-from memfit.batches.parts import ByParts, first_part
-from memfit.batches.splitting import Trial, check_sum, compare_split, evaluating, rows_differ, trial_of, without_dropout
-from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
+from memfit.core.limits import format_bytes
 from memfit.core.numerics import NONADDITIVE
-from memfit.core.planning_state import trial
-from memfit.core.precision import ComputeDtype, dtype_failure
-from memfit.core.units import format_bytes
+from memfit.core.process_state import trial
+from memfit.core.storage_formats import ComputeDtype, dtype_failure
+from memfit.devices.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.engine.surroundings import Buffers
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
-from memfit.job.preparing import forward_pass
 from memfit.job.results import EvaluateResult
-from memfit.job.setup import Prepared
 from memfit.job.steps import OF_DTYPES, cut
-from memfit.job.together import add_up, prepare_together, together
-from memfit.job.user_hooks import refuse_hooked
-from memfit.profiling.program_state import untouched_program
-from memfit.profiling.standins import untouched_modules
+from memfit.planner.preparing import forward_pass
+from memfit.planner.setup import Prepared
+from memfit.planner.together import add_up, prepare_together, together
+from memfit.planner.user_hooks import refuse_hooked
+from memfit.runs.run_state import give_random, is_random_state, take_random
+from memfit.trace.batch import ByParts, first_part
+from memfit.trace.program_state import untouched_program
+from memfit.trace.splitting import (
+    RowsAlike,
+    Trial,
+    check_sum,
+    compare_split,
+    evaluating,
+    rows_differ,
+    trial_of,
+    without_dropout,
+)
+from memfit.trace.standins import untouched_modules
 
 # What a model raises that is given what is no batch.
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)

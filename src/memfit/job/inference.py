@@ -16,34 +16,33 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.allocator import shortfall_bytes
-from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
-from memfit.batches.splitting import evaluating
 from memfit.core.errors import DoesNotFitError, LimitBreachError, UsageError
-from memfit.core.limits import Limits
+from memfit.core.limits import Limits, format_bytes, parse_bytes
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
-from memfit.core.units import format_bytes, parse_bytes
-from memfit.deferred import build_empty
+from memfit.devices.binding import shortfall_bytes
+from memfit.devices.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.engine.caches import OffloadedCaches
 from memfit.engine.housing import House
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
+from memfit.files.origin import build_empty
+from memfit.files.pretrained import pretrained_builder
+from memfit.files.weight_sources import WeightSources, open_sources
 from memfit.homes.factories import own_factories
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.weights import BlockWeights
-from memfit.huggingface.caches import OffloadedCaches
-from memfit.job.held import Session, refuse_held
 from memfit.job.interrupts import Interrupts
-from memfit.job.limit_checks import check_limit
-from memfit.job.machine import Machine, device_of, guard, open_machine
-from memfit.job.probing import disk_directory
-from memfit.job.weight_sources import WeightSources, open_sources
-from memfit.profiling.blocks import find_blocks
-from memfit.recipes.pretrained import pretrained_builder
+from memfit.machine.hard_limit import Session, refuse_held
+from memfit.machine.limits_of_process import check_limit
+from memfit.machine.machine import Machine, device_of, guard, open_machine
+from memfit.machine.probing import disk_directory
 from memfit.store import DiskIO, ScratchFile
 from memfit.tensors.guard import is_away
 from memfit.tensors.one_call import OneCall
+from memfit.trace.blocks import find_blocks
+from memfit.trace.splitting import evaluating
 
 _ON_DISK = BlockPlan(weight_home=Tier.DISK)
 

@@ -9,23 +9,22 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from memfit.core.errors import DoesNotFitError, MemfitWarning, PeerError, StoreError, UsageError
-from memfit.core.log import LOG
-from memfit.core.units import format_bytes, parse_bytes
-from memfit.distributed.agreement import DisagreementError
+from memfit.core.errors import LOG, DoesNotFitError, MemfitWarning, PeerError, StoreError, UsageError
+from memfit.core.limits import format_bytes, parse_bytes
 from memfit.homes.weights import BlockWeights, check_untouched
-from memfit.job import clipping
+from memfit.job import steps
 from memfit.job.assembly import Assembly
-from memfit.job.ending import check_alone, end_job
 from memfit.job.forward_passes import evaluate
-from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
+from memfit.job.job_facts import check_alone, end_job
 from memfit.job.lines import Lines
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saved_job import SavedJob
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import check_same_changes, fail_together, prepare_together, together
-from memfit.verification.proof import Proof
+from memfit.machine.hard_limit import note_holder
+from memfit.machine.proof import Proof
+from memfit.mesh.agreement import DisagreementError
+from memfit.planner.together import check_same_changes, fail_together, prepare_together, together
 
 
 class Job(SavedJob):
@@ -42,7 +41,7 @@ class Job(SavedJob):
         self.extra: Mapping[str, Any] = extra or {}
         runner.owner = weakref.ref(self)
         note_holder(self)
-        clipping.watch(self)
+        steps.watch(self)
         LOG.info("job begins at step %d; plan: %s; %s", self.steps, self.reason, self.proof().line())
 
     def __reduce__(self) -> NoReturn:
@@ -378,7 +377,7 @@ class Job(SavedJob):
                 stacklevel=3,
             )
         self._was_closed = True
-        clipping.unwatch(self)
+        steps.unwatch(self)
         for change in self._runner.take_back_changes():
             warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=3)
         with self._runner.interrupts.held():

@@ -9,24 +9,22 @@ from pathlib import Path
 
 import torch
 
-from memfit.checkpoints import CommitReport
-from memfit.core.errors import PeerError, UsageError
+from memfit.core.errors import PeerError, UnsupportedError, UsageError
 from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
-from memfit.core.showing import html_table
+from memfit.core.step_report import html_table
 from memfit.job.assembly import Assembly
-from memfit.job.predicted_phases import predicted_phases
-from memfit.job.reporting import subject_of_job
+from memfit.job.reporting import predicted_phases, subject_of_job
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import together
-from memfit.report.page import render_page
+from memfit.machine.leak_report import CensusReport
+from memfit.machine.proof import Proof
+from memfit.planner.together import together
+from memfit.report.page import render_page, write_report
 from memfit.report.perfetto import render_perfetto
 from memfit.report.subject import ReportSubject
-from memfit.report.written import write_report
-from memfit.verification.census import CensusReport
-from memfit.verification.proof import Proof
+from memfit.runs.checkpointer import CommitReport
 
 
 class JobFacts:
@@ -229,3 +227,46 @@ class JobFacts:
         garbage collector.
         """
         return self._runner.census()
+
+
+# End of a job, and what a job on several ranks cannot do.
+#
+# In: an assembly. Out: the model and the optimizer, whole again; or a refusal.
+
+
+def check_alone(assembly: Assembly, call: str) -> None:
+    """Refuses on several ranks what reads weights as it goes, which would be collective."""
+    if assembly.setup.ranks is not None:
+        raise UnsupportedError(
+            f"{call} is for one process: on several ranks, close the job and use the model, which is whole again"
+        )
+
+
+def end_job(assembly: Assembly, *, restore: bool) -> None:
+    """Gives everything of a job back, or gives it up; on several ranks together."""
+    ranks = assembly.setup.ranks
+    if ranks is None or assembly.has_ended:
+        assembly.end(restore=restore)
+        return
+    # A group that has failed brings nothing back: what other ranks hold cannot be reached.
+    is_whole = restore and ranks.failure is None
+    if is_whole:
+        try:
+            with together(ranks, "job.close"):
+                assembly.end(restore=True)
+        except PeerError:
+            if ranks.failure is not None:
+                # Another rank was lost meanwhile: what is left here goes as well.
+                end_job(assembly, restore=False)
+            raise
+    # First the group: until it is gone, collectives may still write to this job's memory.
+    is_gone = ranks.close()
+    if not is_whole and is_gone:
+        for block in assembly.blocks:
+            block.release(forgets_arrival=True)
+        assembly.end(restore=False)
+    elif not is_gone:
+        assembly.machine.hard_limit.disarm()
+        if assembly.setup.run is not None:
+            # Memory stays until the group is gone; files need not wait for that.
+            assembly.setup.run.close()

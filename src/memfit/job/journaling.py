@@ -32,9 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.checkpoints import RunStore, run_state
-from memfit.checkpoints.copies import StoreCopies
-from memfit.checkpoints.run_state import part
 from memfit.core.errors import MemfitWarning, StoreError, UnsupportedError
 from memfit.engine.housing import House
 from memfit.engine.work import Outcome
@@ -42,6 +39,10 @@ from memfit.homes import TransferGroup
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.updates import Gate, UpdateWorker
 from memfit.optimizers import OptimizerDriver
+from memfit.runs import run_state
+from memfit.runs.run_state import part
+from memfit.runs.run_store import RunStore
+from memfit.runs.schemes import StoreCopies
 from memfit.store.state import encode_state
 from memfit.tensors.noise import RoundingNoise
 

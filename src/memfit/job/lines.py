@@ -28,20 +28,19 @@ from typing import Any, Self
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from memfit.activations.saved_tensors import sample_of
-from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError, UsageError
-from memfit.core.units import format_bytes
+from memfit.core.limits import format_bytes
+from memfit.devices.kernel import is_refusal, refusal_words
 from memfit.engine.coroutines import can_pause
 from memfit.engine.driven_run import DrivenRun, LineWatch, end_of_backward
 from memfit.engine.measured_step import StepRecorder
+from memfit.engine.writes import sample_of
 from memfit.homes.gradient_standins import WindowGradients
 from memfit.job.assembly import Assembly
-from memfit.job.setup import Prepared
 from memfit.job.step_runner import StepRunner
 from memfit.job.steps import make_update
-from memfit.tensors.module_walk import buffers_of
-from memfit.tensors.trees import tensors_in
+from memfit.planner.setup import Prepared
+from memfit.tensors.trees import buffers_of, tensors_in
 
 _FORWARD = "a forward or backward inside of job.lines()"
 _NOT_FOR_LINES = "the job was planned for job.step, which makes whole steps. Make it with memfit.fit(..., lines=True), and a sample that is one batch of your loop"

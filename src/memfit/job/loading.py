@@ -17,25 +17,16 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.checkpoints.run_state import (
-    check_numbers,
-    check_settings,
-    give_settings,
-    groups_by_parameter,
-    placed_numbers,
-)
+from memfit.core.documents import user_path
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.paths import user_path
-from memfit.deferred import find_origins
 from memfit.engine.loss_scaling import LossScaler
-from memfit.files.index import weight_file_names
 from memfit.files.matching import Matched, match
-from memfit.files.names import STALE
-from memfit.files.opening import open_weight_files
-from memfit.files.reader import TensorFile
-from memfit.files.saved_files import (
+from memfit.files.names import (
     OPTIMIZER_NAME,
+    STALE,
 )
+from memfit.files.origin import find_origins
+from memfit.files.reader import TensorFile, open_weight_files, weight_file_names
 from memfit.files.trainer import (
     FILE_NAME,
     OLD_FILE_NAME,
@@ -45,13 +36,20 @@ from memfit.files.trainer import (
     read_state,
     state_file,
 )
+from memfit.files.weight_sources import warn_of_unused
 from memfit.job.assembly import Assembly
-from memfit.job.weight_sources import warn_of_unused
 from memfit.optimizers import OptimizerDriver
 from memfit.optimizers.interception import AwayStates
-from memfit.optimizers.structure_checks import check_whole_state
+from memfit.optimizers.standing import check_whole_state
+from memfit.runs.run_state import (
+    check_numbers,
+    check_settings,
+    give_settings,
+    groups_by_parameter,
+    placed_numbers,
+)
 from memfit.tensors.container import TensorEntry
-from memfit.tensors.random_states import check_torch
+from memfit.tensors.random_streams import check_torch
 from memfit.tensors.with_frozen import saved_model
 
 

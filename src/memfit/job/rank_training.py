@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from memfit.batches.cutting import ways_of
 from memfit.core.errors import UsageError
-from memfit.distributed.rank_group import DEFAULT_TIMEOUT_S
+from memfit.mesh.rank_group import DEFAULT_TIMEOUT_S
+from memfit.trace.cutting import ways_of
 
 
 def join_ranks() -> tuple[int, int]:

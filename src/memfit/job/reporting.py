@@ -8,31 +8,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memfit.core.hardware import Hardware
-from memfit.core.limits import Budget
-from memfit.core.phase_proof import PhaseProof
+from memfit.core.hardware import Hardware, in_dtype
+from memfit.core.limits import Budget, format_bytes, format_seconds
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
-from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
+from memfit.core.step import Timeline
+from memfit.core.step_report import PhasePrediction, PhaseProof
 from memfit.core.tiers import is_processor
-from memfit.core.timeline import Timeline
-from memfit.core.units import format_bytes, format_seconds
 from memfit.core.work_kinds import WorkKind
+from memfit.files.writer import PIECE_BYTES
+from memfit.job.assembly import Assembly
 from memfit.job.comparing import StepComparison
-from memfit.job.measured_steps import MeasuredStep
-from memfit.job.plan_increments import points_from_plain
-from memfit.job.setup import Planned
-from memfit.prediction.bytes import follow_tier
-from memfit.prediction.pace import work_seconds
-from memfit.prediction.predict import predict
-from memfit.prediction.residents import residents_at
+from memfit.job.step_watchers import MeasuredStep
+from memfit.machine.proof import Proof
+from memfit.planner.explaining import points_from_plain
+from memfit.planner.setup import Planned
 from memfit.report.memory_tables import trace_of
 from memfit.report.subject import PeakHolder, PlanPoint, ReportSubject
 from memfit.report.timeline_data import peak_index
-from memfit.scheduling.lower import lower
-from memfit.scheduling.work_amounts import recomputing_work
-from memfit.verification.proof import Proof
+from memfit.step.bytes import follow_tier, residents_at
+from memfit.step.clock import work_seconds
+from memfit.step.lower import lower
+from memfit.step.predict import predict
+from memfit.step.work_amounts import recomputing_work
 
 _MOST_HOLDERS = 60
 
@@ -67,7 +66,7 @@ def report_subject(
         budget: of the device.
         hardware: that seconds were predicted for.
         clips_norm: gradients are clipped by their global norm.
-        adds_apart: as in `scheduling.lower`.
+        adds_apart: as in `step.lower`.
         measured: a run of the schedule.
         step: number of the measured step.
         front: plans beside this one.
@@ -180,3 +179,38 @@ def _interval(predicted: Timeline) -> str:
         return ""
     least, most = predicted.interval_s
     return f" ({format_seconds(least).removesuffix(' s')} to {format_seconds(most).removesuffix(' s')})"
+
+
+# Predictions of a job's phases, from its plan: loading or resuming, steps, evaluation, saves.
+#
+# In: an assembly. Out: `PhasePrediction`s by the names of phases.
+
+_SAVE_PIECES = 2
+"""A piece is written while the next one is read."""
+
+
+def predicted_phases(assembly: Assembly) -> dict[str, PhasePrediction]:
+    """Returns what each phase is predicted to take by itself, over all shapes of batches so far.
+
+    Not predicted are commits, the check that a loss adds up, inference, and looking for another
+    plan.
+    """
+    planned = assembly.planned
+    shapes = assembly.shapes.known
+    step = max(each.peak_bytes for each in shapes)
+    evaluation = max(each.evaluation_peak_bytes for each in shapes)
+    rest = planned.prepared.resting_bytes
+    save = rest + _SAVE_PIECES * PIECE_BYTES
+    own = {"first step": step, "steady": step, "evaluate": evaluation, "save": save}
+    # Resuming also brings optimizer states home, which else come up in the first step.
+    resume = max(planned.load_bytes, rest + PIECE_BYTES + planned.beside_bytes)
+    return {
+        "load": PhasePrediction(whole_bytes=planned.load_bytes),
+        "resume": PhasePrediction(whole_bytes=resume),
+        **{
+            name: PhasePrediction(
+                whole_bytes=nbytes + planned.beside_bytes, tensor_bytes=nbytes + planned.budget.others_bytes
+            )
+            for name, nbytes in own.items()
+        },
+    }

@@ -15,32 +15,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from memfit.allocator import Allocator
-from memfit.checkpoints.run_state import give_random, take_random
-from memfit.core.errors import MemfitError, MemfitWarning, PeerError, UnsupportedError
-from memfit.core.log import LOG
+from memfit.core.errors import LOG, MemfitError, MemfitWarning, PeerError, UnsupportedError
+from memfit.devices.binding import Allocator
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.breaches import (
     TRIES,
     BreachReport,
+    LimitChange,
     assemble_again,
     assemble_faster,
     assemble_fitting,
     assemble_tighter,
+    change_limit,
+    follow_limit,
+    limit_excess,
 )
-from memfit.job.comparing import ComparedSteps
-from memfit.job.feedback import Feedback
+from memfit.job.comparing import ComparedSteps, Feedback
 from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
-from memfit.job.limit_changes import LimitChange, change_limit, follow_limit, limit_excess
-from memfit.job.measured_steps import MeasuredStep, step_recorder
 from memfit.job.results import StepResult
-from memfit.job.setup import Planned, Prepared, Replan
-from memfit.job.step_watchers import StepWatchers
+from memfit.job.step_watchers import MeasuredStep, StepWatchers, step_recorder
 from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
-from memfit.job.together import (
+from memfit.machine.leak_report import Census, CensusReport
+from memfit.planner.setup import Planned, Prepared, Replan
+from memfit.planner.together import (
     add_up,
     first_told,
     is_breach,
@@ -49,9 +49,9 @@ from memfit.job.together import (
     settings_text,
     together,
 )
-from memfit.job.user_hooks import marks_of
+from memfit.planner.user_hooks import marks_of
+from memfit.runs.run_state import give_random, take_random
 from memfit.tensors.guard import is_away
-from memfit.verification.census import Census, CensusReport
 
 _FITS = "the step's plan"
 

@@ -25,10 +25,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.core.errors import StoreError, UsageError
-from memfit.files.positioned import read_at
-from memfit.files.saved_files import weight_source
+from memfit.files.names import weight_source
+from memfit.files.writer import read_at
 from memfit.job.assembly import Assembly
-from memfit.store.os_errors import explain
+from memfit.store.files import explain
 from memfit.tensors.with_frozen import saved_model
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.core.errors import UsageError
 from memfit.core.step_report import StepReport
-from memfit.homes.update_watchers import UpdateWatcher
+from memfit.homes.update_pieces import UpdateWatcher
 from memfit.job.job_facts import JobFacts
 from memfit.report.progress import StepProgress, TrainingProgress
 

@@ -9,8 +9,8 @@ hooks, LR schedulers) while memfit owns the states.
 
 from memfit.optimizers.driver import OptimizerDriver
 from memfit.optimizers.interception import AwayStates, OwnerCallbacks
-from memfit.optimizers.kinds import UpdateKind, Verdict
 from memfit.optimizers.standing import StandingPart
 from memfit.optimizers.state_tensors import StateTensor
+from memfit.optimizers.validation import UpdateKind, Verdict
 
 __all__ = ["AwayStates", "OptimizerDriver", "OwnerCallbacks", "StandingPart", "StateTensor", "UpdateKind", "Verdict"]

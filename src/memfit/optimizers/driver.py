@@ -22,17 +22,13 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.core.errors import UsageError
-from memfit.optimizers import structure_checks as structure
-from memfit.optimizers.detect import detect
-from memfit.optimizers.elsewhere import HostUpdates
-from memfit.optimizers.interception import AdoptedStep, Interception, OwnerCallbacks
-from memfit.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
+from memfit.optimizers import standing as structure
+from memfit.optimizers.detect import HostUpdates, detect
+from memfit.optimizers.interception import AdoptedStep, Interception, OwnerCallbacks, run_post_hooks, run_pre_hooks
 from memfit.optimizers.shadow import Part, Shadow, State
-from memfit.optimizers.standing import StandingSteps
+from memfit.optimizers.standing import StandingSteps, UpdateCost, update_cost
 from memfit.optimizers.state_tensors import StateTensor, learn_layout
-from memfit.optimizers.step_hooks import run_post_hooks, run_pre_hooks
-from memfit.optimizers.temporaries import UpdateCost, update_cost
-from memfit.optimizers.validation import Entry, validated_entries
+from memfit.optimizers.validation import Entry, UpdateKind, Verdict, known_verdict, narrowed, validated_entries
 
 
 class OptimizerDriver(StandingSteps):

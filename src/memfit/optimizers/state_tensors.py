@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memfit.core.errors import MemfitError, UnsupportedError
-from memfit.optimizers.kinds import UpdateKind
 from memfit.optimizers.shadow import State
 from memfit.optimizers.shape_trials import run_trial
-from memfit.optimizers.validation import Entry
+from memfit.optimizers.validation import Entry, UpdateKind
 
 ShapeKind = Literal["like", "scalar", "other"]
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from memfit.core.schedule import Schedule
-from memfit.core.timeline import COMPUTE_LANE, Timeline
+from memfit.core.step import COMPUTE_LANE, Timeline
 from memfit.core.version import VERSION
 from memfit.report.subject import ReportSubject
 from memfit.report.timeline_data import main_thread_begins

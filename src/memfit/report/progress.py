@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.core.errors import UsageError
+from memfit.core.limits import format_bytes, format_seconds
 from memfit.core.step_report import TierUse
-from memfit.core.units import format_bytes, format_seconds
 
 _BAR_CELLS = 20
 _STEPS_REMEMBERED = 20

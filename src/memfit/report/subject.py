@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
-from memfit.core.phase_proof import PhaseProof
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
+from memfit.core.step import Timeline
+from memfit.core.step_report import PhaseProof
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,16 @@ Parts: `DiskIO` (threads and direct I/O), `DiskStore` (regions and commits), `Co
 a run continues from), `verify`, `ScratchFile` (room inside one step), `probe_disk`.
 """
 
+from memfit.store.checksums import Memory, aligned_memory, memory_of_storage, memory_of_tensor
 from memfit.store.committed import CommittedStore, Durability
 from memfit.store.disk_store import DiskStore
-from memfit.store.disk_transfer import DiskTransfer
-from memfit.store.file_operations import FileHandle, FileOperations, open_file
+from memfit.store.files import FileHandle, FileOperations, open_file
 from memfit.store.io import DiskIO, IOStatistics, IOTraffic
-from memfit.store.memory_ranges import Memory, aligned_memory, memory_of_storage, memory_of_tensor
-from memfit.store.placement import RegionSpec, store_bytes
-from memfit.store.probe import probe_disk
-from memfit.store.probe_beside import BesideRates, probe_disk_beside
+from memfit.store.manifest import RegionSpec, TensorPlace, dtype_name, store_bytes
+from memfit.store.probe import BesideRates, probe_disk, probe_disk_beside
 from memfit.store.region import PieceDamage, Region
 from memfit.store.scratch import Extent, ScratchFile, ScratchStatistics
-from memfit.store.tensor_tables import TensorPlace, dtype_name
+from memfit.store.transfer import DiskTransfer
 from memfit.store.verify import BlockReport, StoreReport, verify
 
 __all__ = [

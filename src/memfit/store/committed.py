@@ -17,18 +17,14 @@ from typing import Any, Literal
 
 import torch
 
-from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import UsageError, shown
-from memfit.core.units import KIB, MOST_BYTES, round_up
-from memfit.store.checksums import PIECE_BYTES
-from memfit.store.disk_store import DiskStore, check_regions, check_same
-from memfit.store.file_operations import FileOperations
+from memfit.core.limits import KIB, MOST_BYTES, round_up
+from memfit.core.process_state import ClosesAtExit
+from memfit.store.checksums import PIECE_BYTES, memory_of_tensor
+from memfit.store.disk_store import DiskStore, Vote, check_regions, check_same
+from memfit.store.files import FileOperations, store_error
 from memfit.store.io import DiskIO
-from memfit.store.manifest import check_step
-from memfit.store.memory_ranges import memory_of_tensor
-from memfit.store.os_errors import store_error
-from memfit.store.placement import RegionSpec
-from memfit.store.publish import Vote
+from memfit.store.manifest import RegionSpec, check_step
 from memfit.store.region import Region
 from memfit.store.state import decode_state, encode_state
 from memfit.store.verify import StoreReport, check_store

@@ -40,14 +40,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.errors import UsageError
-from memfit.core.units import format_bytes, round_up
+from memfit.core.limits import format_bytes, round_up
+from memfit.store.checksums import Memory, aligned_memory
 from memfit.store.disk_store import DiskStore
-from memfit.store.manifest import STATE_LIMIT_BYTES
-from memfit.store.memory_ranges import Memory, aligned_memory
-from memfit.store.next_commit import JournalNote
-from memfit.store.os_errors import store_error
-from memfit.store.placement import RegionSpec
+from memfit.store.files import store_error
+from memfit.store.manifest import STATE_LIMIT_BYTES, RegionSpec
 from memfit.store.region import Region
+from memfit.store.region_table import JournalNote
 from memfit.store.state import decode_state, encode_state
 
 RECORD = "journal"

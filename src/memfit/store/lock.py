@@ -7,7 +7,7 @@ In: a directory. Out: a held lock, or `StoreInUseError` that names the owner.
 the owner, however it ended, so a dead owner's lock is taken over without a guess. Who only reads
 shares the lock with others who read, by a descriptor that only reads: a store on read-only media,
 or of somebody else, can be looked at. Forked children have no part in it ([Note: locks and forks]
-in `store.forked`).
+in `store.lock`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,46 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.core.errors import StoreInUseError
-from memfit.store.file_operations import FileOperations
-from memfit.store.forked import keep_from_children, let_go
-from memfit.store.os_errors import explain, store_error
+from memfit.store.files import FileOperations, explain, store_error
+
+# Descriptors that forked children give up, so that what they lock belongs to the parent alone.
+#
+# In: a descriptor that holds a lock of `flock`. Out: in a child that is forked from here on it is
+# closed.
+#
+# [Note: locks and forks]
+# A lock of `flock` belongs to the open file, which a forked child shares: it is free when the last
+# copy of the descriptor is closed. The workers of a data loader are such children. They live on
+# after the job is closed, and, when their parent was killed, until they notice (torch's look every
+# five seconds): as long the directory would be taken. So children close their copies as they begin;
+# that frees nothing under the parent. An explicit unlock would.
+
+_kept: set[int] = set()
+_hooked: list[bool] = []
+
+
+def keep_from_children(descriptor: int) -> None:
+    """Children that are forked from here on do not have this descriptor.
+
+    `let_go` before it is closed.
+    """
+    if not _hooked:
+        os.register_at_fork(after_in_child=_close_kept)
+        _hooked.append(True)
+    _kept.add(descriptor)
+
+
+def let_go(descriptor: int) -> None:
+    """Undoes `keep_from_children`."""
+    _kept.discard(descriptor)
+
+
+def _close_kept() -> None:
+    # By number: one that was closed without `let_go` could be another file's by now.
+    while _kept:
+        with contextlib.suppress(OSError):
+            os.close(_kept.pop())
+
 
 LOCK_NAME = "lock"
 _LIMIT_BYTES = 4096

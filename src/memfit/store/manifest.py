@@ -21,21 +21,324 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memfit.core.documents import ROOM_BYTES, parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.layout import Scheme
-from memfit.core.units import MIB
-from memfit.store.memory_ranges import ALIGNMENT_BYTES
-from memfit.store.os_errors import store_error
-from memfit.store.placement import LARGEST_BYTES, RegionSpec, SlotPlace, check_places, check_spec
-from memfit.store.tensor_tables import TensorPlace
+from memfit.core.layout import Scheme, spare_room_bytes
+from memfit.core.limits import GIB, MIB, round_up
+from memfit.store.checksums import ALIGNMENT_BYTES
+from memfit.store.files import store_error
+
+# The tensors inside a region: names, dtypes, shapes and places, and how two lists of them differ.
+#
+# In: what a job has, and what a manifest says. Out: checked tables; differences in words.
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_LONGEST_NAME = 512
+_MOST_DIMENSIONS = 64
+_LARGEST = 1 << 60
+"""Most elements of a dimension, and of all together, zeros apart."""
+_SHOWN_DIFFERENCES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlace:
+    """A tensor of a region: elements in row-major order from `offset` on."""
+
+    name: str
+    """A parameter's name, or a state's (`exp_avg` of a parameter), for people; once in a region."""
+    dtype: str
+    """Torch's name without the prefix: "float32", "bfloat16"."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the region."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in the manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+def problem_of_tensors(tensors: Sequence[TensorPlace], region_bytes: int) -> str | None:
+    """Returns the problem with the tensors of a region, in words, or None."""
+    names: set[str] = set()
+    for tensor in tensors:
+        problem = _problem_of_tensor(tensor, region_bytes)
+        if problem is not None:
+            return problem
+        if tensor.name in names:
+            return f"the tensor {tensor.name!r:.200} is there twice"
+        names.add(tensor.name)
+    end = 0
+    for tensor in sorted(tensors, key=lambda found: (found.offset, found.nbytes)):
+        if tensor.nbytes and tensor.offset < end:
+            return f"the tensor {tensor.name!r:.200} overlaps the one before it"
+        end = max(end, tensor.offset + tensor.nbytes)
+    return None
+
+
+def _problem_of_tensor(tensor: TensorPlace, region_bytes: int) -> str | None:
+    name, shape = tensor.name, tensor.shape
+    if not isinstance(name, str) or not name or len(name) > _LONGEST_NAME or not name.isprintable():
+        return f"a tensor's name is 1 to {_LONGEST_NAME} printable characters, not {name!r:.80}"
+    if tensor.dtype not in _DTYPES:
+        return f"the tensor {name!r:.200} has the dtype {tensor.dtype!r:.80}, which memfit does not know"
+    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size <= _LARGEST for size in shape):
+        return f"the tensor {name!r:.200} has the shape {list(shape[:8])!r:.160}"
+    if math.prod(max(size, 1) for size in shape) > _LARGEST:
+        return f"the tensor {name!r:.200} of shape {list(shape[:8])!r:.160} is larger than any memory"
+    if type(tensor.offset) is not int or tensor.offset < 0 or tensor.offset + tensor.nbytes > region_bytes:
+        return (
+            f"the tensor {name!r:.200} at {tensor.offset!r:.40} does not lie inside the region's {region_bytes} bytes"
+        )
+    return None
+
+
+def tensors_between(tensors: Sequence[TensorPlace], start: int, end: int) -> list[str]:
+    """The names of the tensors that have bytes in a range of their region, in order."""
+    return [t.name for t in tensors if t.nbytes and t.offset < end and start < t.offset + t.nbytes]
+
+
+def differences(wanted: Mapping[str, RegionSpec], found: Mapping[str, RegionSpec]) -> list[str]:
+    """How a store differs from what is wanted of it, a line each; empty if it does not."""
+    lines = [f"block {name!r} is missing" for name in wanted if name not in found]
+    lines += [f"block {name!r} is there and not wanted" for name in found if name not in wanted]
+    for name, spec in wanted.items():
+        other = found.get(name)
+        if other is not None and other != spec:
+            lines += _differences_of_region(name, spec, other)
+    return lines
+
+
+def _differences_of_region(name: str, wanted: RegionSpec, found: RegionSpec) -> list[str]:
+    lines: list[str] = []
+    there = {tensor.name: tensor for tensor in found.tensors}
+    for tensor in wanted.tensors:
+        other = there.pop(tensor.name, None)
+        if other is None:
+            lines.append(f"{name}: tensor {tensor.name!r} is missing")
+        elif other != tensor:
+            for what in ("dtype", "shape", "offset"):
+                has, wants = getattr(other, what), getattr(tensor, what)
+                if has != wants:
+                    lines.append(f"{name}: tensor {tensor.name!r} has {what} {_plain(has)}, wanted {_plain(wants)}")
+    lines += [f"{name}: tensor {other!r} is there and not wanted" for other in there]
+    for what in ("nbytes", "slots", "tag"):
+        has, wants = getattr(found, what), getattr(wanted, what)
+        if has != wants:
+            lines.append(f"{name}: {what} is {has}, wanted {wants}")
+    return lines or [f"{name}: its tensors stand in another order"]
+
+
+def _plain(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def in_words(lines: Sequence[str]) -> str:
+    """The first differences, and how many more there are."""
+    more = len(lines) - _SHOWN_DIFFERENCES
+    return "; ".join(lines[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+# Where regions lie in files.
+#
+# In: names and sizes. Out: files and offsets, in whole blocks, in the order given; the same input
+# gives the same layout.
+
+FILE_BYTES = 16 * GIB
+"""Files are filled up to here; a larger slot gets a file of its own."""
+
+LARGEST_BYTES = 1 << 60
+LONGEST_NAME = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionSpec:
+    """Specification of a region."""
+
+    nbytes: int
+    """Length in bytes, 0 allowed."""
+    slots: int = 1
+    """1: written in place. 2: the next version is written beside the current one and made current
+    by a commit.
+    """
+    tag: str = "other"
+    """Purpose, for the counters: "weight", "state", "gradient", "activation"."""
+    tensors: tuple[TensorPlace, ...] = ()
+    """Tensors that lie in it, as far as they are to be named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPlace:
+    """One version's place: a range of one file, of the region's length, that starts on a block."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Files and places."""
+
+    file_bytes: tuple[int, ...]
+    """Length of each file, in whole blocks."""
+    places: Mapping[str, tuple[SlotPlace, ...]]
+    """Slots by region."""
+
+
+def check_spec(name: object, spec: RegionSpec) -> None:
+    """Refuses what cannot be a region.
+
+    Raises:
+        UsageError: a bad name, length, number of slots or tag, or a tensor that cannot lie there.
+    """
+    if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or not name.isprintable():
+        raise UsageError(f"a region's name is 1 to {LONGEST_NAME} printable characters, not {name!r:.80}")
+    if type(spec.nbytes) is not int or not 0 <= spec.nbytes <= LARGEST_BYTES:
+        raise UsageError(f"region {name!r}: its length is a number of bytes from 0 to 2**60, not {spec.nbytes!r:.80}")
+    if type(spec.slots) is not int or spec.slots not in (1, 2):
+        raise UsageError(f"region {name!r}: it has 1 or 2 slots, not {spec.slots!r:.80}")
+    if not isinstance(spec.tag, str) or not spec.tag or len(spec.tag) > LONGEST_NAME or not spec.tag.isprintable():
+        raise UsageError(f"region {name!r}: its tag is a printable word, not {spec.tag!r:.80}")
+    problem = problem_of_tensors(spec.tensors, spec.nbytes)
+    if problem is not None:
+        raise UsageError(f"region {name!r}: {problem}")
+
+
+def lay_out(regions: Mapping[str, RegionSpec], *, file_bytes: int = FILE_BYTES) -> Layout:
+    """Places all slots of all regions, one behind the other.
+
+    Args:
+        regions: what shall be held.
+        file_bytes: where to begin a new file.
+
+    Returns:
+        The layout; `sum(layout.file_bytes)` is all the disk it takes.
+
+    Raises:
+        UsageError: a region that cannot be.
+    """
+    files: list[int] = []
+    places: dict[str, tuple[SlotPlace, ...]] = {}
+    for name, spec in regions.items():
+        check_spec(name, spec)
+        slots: list[SlotPlace] = []
+        for _ in range(spec.slots):
+            room_bytes = round_up(spec.nbytes, ALIGNMENT_BYTES)
+            if not files or (files[-1] and files[-1] + room_bytes > file_bytes):
+                files.append(0)
+            slots.append(SlotPlace(file=len(files) - 1, offset=files[-1]))
+            files[-1] += room_bytes
+        places[name] = tuple(slots)
+    return Layout(file_bytes=tuple(files), places=places)
+
+
+def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[str]]) -> Layout:
+    """Places regions so that units of them move from one place to the other through one spare room.
+
+    See [Note: journal].
+
+    All first slots of the units lie one behind the other; each second slot lies as far before its
+    first one as the spare room is long (`spare_room_bytes`). So the second slots share room with
+    the first slots of units before, and those of one region never with each other.
+
+    Args:
+        regions: what shall be held; what is in no unit is placed as `lay_out` does.
+        units: names of regions with two slots.
+
+    Returns:
+        The layout. Units lie in one file, however large.
+
+    Raises:
+        UsageError: a region that cannot be, or that is in two units or has one slot and is in one.
+    """
+    names = [name for unit in units for name in unit]
+    if len(set(names)) != len(names) or any(name not in regions or regions[name].slots != 2 for name in names):
+        raise UsageError("a unit is made of regions with two slots, each in one unit")
+    rest = lay_out({name: spec for name, spec in regions.items() if name not in set(names)})
+    if not names:
+        return rest
+    lengths = {name: round_up(regions[name].nbytes, ALIGNMENT_BYTES) for name in names}
+    spare_bytes = spare_room_bytes([sum(lengths[name] for name in unit) for unit in units])
+    moving: dict[str, tuple[SlotPlace, ...]] = {}
+    position = 0
+    for name in names:
+        check_spec(name, regions[name])
+        moving[name] = (SlotPlace(file=0, offset=position + spare_bytes), SlotPlace(file=0, offset=position))
+        position += lengths[name]
+    shifted = {
+        name: tuple(SlotPlace(file=place.file + 1, offset=place.offset) for place in places)
+        for name, places in rest.places.items()
+    }
+    places = {name: moving.get(name) or shifted[name] for name in regions}
+    return Layout(file_bytes=(position + spare_bytes, *rest.file_bytes), places=places)
+
+
+def store_bytes(regions: Mapping[str, RegionSpec]) -> int:
+    """Disk that a store of these regions takes without a journal, manifest aside.
+
+    Raises `UsageError` for a region that cannot be.
+    """
+    return sum(lay_out(regions).file_bytes)
+
+
+def check_places(file_bytes: Sequence[int], ranges: Sequence[tuple[int, int, int]]) -> str | None:
+    """Returns the problem with ranges (file, offset, length), or None.
+
+    They lie off blocks, outside of files, or overlap.
+    """
+    for file, offset, nbytes in ranges:
+        if not 0 <= file < len(file_bytes):
+            return f"a slot lies in file {file}, of {len(file_bytes)} files"
+        if offset % ALIGNMENT_BYTES or offset < 0 or nbytes < 0 or offset + nbytes > file_bytes[file]:
+            return f"a slot at {offset} of {nbytes} bytes does not fit file {file} of {file_bytes[file]} bytes"
+    filled = sorted(found for found in ranges if found[2])
+    for (file, offset, nbytes), (next_file, next_offset, _) in pairwise(filled):
+        if file == next_file and offset + round_up(nbytes, ALIGNMENT_BYTES) > next_offset:
+            return f"two slots overlap in file {file} at {next_offset}"
+    return None
+
 
 FORMAT = "memfit-store"
 VERSIONS: dict[Scheme, int] = {"generations": 2, "journal": 3}

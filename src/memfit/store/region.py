@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from memfit.core.errors import UsageError
-from memfit.core.units import round_up
-from memfit.store.checksums import ReadCheck, SlotSums
-from memfit.store.disk_transfer import DiskTransfer, Watcher
-from memfit.store.file_operations import FileHandle
+from memfit.core.limits import round_up
+from memfit.store.checksums import ALIGNMENT_BYTES, Memory, ReadCheck, SlotSums
+from memfit.store.files import FileHandle, store_error
 from memfit.store.io import DiskIO
-from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory
-from memfit.store.ordering import AccessLog
-from memfit.store.os_errors import store_error
-from memfit.store.placement import RegionSpec, SlotPlace
-from memfit.store.tensor_tables import TensorPlace, tensors_between
-from memfit.store.transfer import padding_after
+from memfit.store.manifest import RegionSpec, SlotPlace, TensorPlace, tensors_between
+from memfit.store.transfer import AccessLog, DiskTransfer, Watcher, padding_after
 
 Slot = Literal["current", "spare", "committed"]
 

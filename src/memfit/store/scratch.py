@@ -14,14 +14,13 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import UsageError
-from memfit.core.units import MIB, format_bytes, round_up
-from memfit.store.disk_transfer import DiskTransfer
-from memfit.store.file_operations import FileOperations, open_unnamed
+from memfit.core.limits import MIB, format_bytes, round_up
+from memfit.core.process_state import ClosesAtExit
+from memfit.store.checksums import ALIGNMENT_BYTES, Memory
+from memfit.store.files import FileOperations, explain, open_unnamed, store_error
 from memfit.store.io import DiskIO
-from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory
-from memfit.store.os_errors import explain, store_error
+from memfit.store.transfer import DiskTransfer
 
 GROWTH_BYTES = 64 * MIB
 """The file grows by multiples of this, claimed from the disk at once."""

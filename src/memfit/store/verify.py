@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.core.errors import StoreError
-from memfit.core.units import MIB, format_bytes
+from memfit.core.limits import MIB, format_bytes
+from memfit.store.checksums import Memory, aligned_memory
 from memfit.store.disk_store import DiskStore
-from memfit.store.disk_transfer import DiskTransfer
-from memfit.store.file_operations import FileOperations
+from memfit.store.files import FileOperations
 from memfit.store.journal import UnderWay, under_way
-from memfit.store.memory_ranges import Memory, aligned_memory
 from memfit.store.region import PieceDamage, Region
 from memfit.store.state import decode_state
+from memfit.store.transfer import DiskTransfer
 
 _READ_BYTES = 4 * MIB
 _READS_UNDER_WAY = 4

@@ -21,7 +21,7 @@ import torch
 
 from memfit.core.documents import ROOM_BYTES, parse_json
 from memfit.core.errors import StoreError, UnsupportedError
-from memfit.core.units import round_up
+from memfit.core.limits import round_up
 
 # Tensor data begins on a page of the file, so that pieces of it can be moved by direct I/O.
 DATA_ALIGNMENT_BYTES = 4096

@@ -6,10 +6,13 @@ In: any nesting of lists, tuples, dictionaries and dataclasses. Out: its tensors
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -80,3 +83,60 @@ def typed_view(
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     offset = offset_bytes // dtype.itemsize
     return empty.set_(storage, offset, shape, stride) if stride is not None else empty.set_(storage, offset, shape)  # type: ignore[call-overload]
+
+
+# Modules and buffers of a model, for what asks in every step.
+#
+# In: a model. Out: lists. torch's own walks are generators in generators, and take five times as
+# long.
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the model and all modules in it, each once."""
+    found: list[nn.Module] = []
+    pending, seen = [model], set[int]()
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append(module)
+            pending += [child for child in vars(module)["_modules"].values() if child is not None]
+    return found
+
+
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """Returns all buffers of the model; one that two modules hold comes twice."""
+    return [
+        buffer for module in modules_of(model) for buffer in vars(module)["_buffers"].values() if buffer is not None
+    ]
+
+
+# Attributes that a module's class, or other code, has put on it beside torch's own.
+#
+# In: a module. Out: names and values; parameters, buffers, submodules, hooks and the mode are
+# torch's and are not among them. And objects of the program's own classes among the values, which
+# may keep something from one forward to the next.
+
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+"""Types of numbers, flags and words: values that no forward changes in place."""
+
+_TORCH_OWN = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the attributes of this module, without its submodules'."""
+    return ((name, value) for name, value in vars(module).items() if name not in _TORCH_OWN)
+
+
+def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, object) of the attributes that are objects with attributes of their own:
+    configurations, caches, records.
+
+    Torch's and the interpreter's are not.
+    """
+    for name, value in own_attributes(module):
+        if isinstance(value, nn.Module | torch.Tensor | ModuleType | type) or not hasattr(value, "__dict__"):
+            continue
+        root = type(value).__module__.partition(".")[0]
+        if root not in {"torch", "memfit", "builtins"} and root not in sys.stdlib_module_names:
+            yield name, value

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from memfit.core.errors import UnsupportedError
 from memfit.tensors.trees import bytes_view
 
 # Contexts in which modes of the user's see no operation.
@@ -73,3 +74,54 @@ def reading(storage: torch.UntypedStorage) -> Iterator[None]:
     yield
     if is_marked:
         put_mark(alias)
+
+
+# Tensors whose elements share memory, as `expand` makes them: what they hold, and how they get
+# values.
+#
+# In: a buffer, values of its shape. Out: the buffer with these values; torch's `copy_` refuses it.
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Some of its elements are one in memory."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def copy_shared(into: torch.Tensor, values: torch.Tensor) -> None:
+    """As `into.copy_(values)`, for such tensors and others.
+
+    Raises:
+        ValueError: values that elements which are one in memory cannot have; nothing was changed.
+    """
+    chosen = values
+    for dimension, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            into, chosen = into.narrow(dimension, 0, 1), chosen.narrow(dimension, 0, 1)
+    if not torch.equal(chosen.expand_as(values).nan_to_num(), values.nan_to_num()):
+        raise ValueError("whose elements share memory, and get different values")
+    with torch.no_grad():
+        into.copy_(chosen)
+
+
+# Tensors that are one stretch of memory, and the refusal of others.
+#
+# In: any tensor. Out: nothing, or an error that says what it is and what to give in its place.
+
+
+def check_dense(tensor: torch.Tensor, whose: str) -> None:
+    """Raises `UnsupportedError` for a tensor that is more than one stretch of memory.
+
+    Args:
+        tensor: any.
+        whose: begins the sentence whose object it is.
+    """
+    if tensor.is_nested:  # those of the older layout call themselves strided, and have no shape
+        raise UnsupportedError(
+            f"{whose} a nested tensor, and memfit places dense ones only: give its parts as a list of tensors (unbind), or pad them (to_padded_tensor)"
+        )
+    if tensor.layout is not torch.strided:
+        name = str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(
+            f"{whose} a sparse tensor ({name}, of shape {tuple(tensor.shape)}), and memfit places dense ones only: "
+            "nn.Embedding(sparse=False), or to_dense()"
+        )

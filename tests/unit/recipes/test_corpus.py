@@ -12,7 +12,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.recipes import corpus
+from memfit.integrations.recipes import corpus
 
 # How GPT-2 cuts text into words before merging: Radford et al. 2019, section 2.2, and the pattern of its encoder.
 WORDS = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from memfit.core.errors import UsageError
-from memfit.recipes import RECIPES, find_recipe
+from memfit.integrations.recipes.gpt import RECIPES, find_recipe
 
 
 def gpt_parameters(*, layers: int, width: int, positions: int, vocabulary_size: int, tied: bool) -> int:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memfit.core.errors import UsageError
-from memfit.recipes import CorpusError, TokenWindows, corpus, read_tokens
+from memfit.integrations.recipes import corpus
+from memfit.integrations.recipes.token_batches import CorpusError, TokenWindows, read_tokens
 
 
 def test_the_child_process_gives_the_tokens_that_this_process_would_make() -> None:

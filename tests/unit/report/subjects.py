@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.limits import Budget
+from memfit.core.limits import MIB, Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
+from memfit.core.step import Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Timeline
-from memfit.core.units import MIB
 from memfit.job.reporting import report_subject
-from memfit.prediction import predict
 from memfit.report.subject import ReportSubject
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.profiles import gpt_profile
 
 DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from memfit.report import page as page_module
-from memfit.report.closed_forms import closed_forms
-from memfit.report.page import render_page
-from memfit.report.page_data import page_data
+from memfit.report.memory_tables import closed_forms
+from memfit.report.page import page_data, render_page
 from unit.profiles import gpt_profile
 from unit.report.subjects import streamed_plan, subject_of
 

@@ -8,20 +8,20 @@ from itertools import accumulate
 
 import pytest
 
+from memfit.core.hardware import rates_of
+from memfit.core.operators import UntiledAttention
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
-from memfit.core.rates import rates_of
 from memfit.core.saved_policies import Saved
+from memfit.core.step import Interval, Moment, Timeline
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Interval, Moment, Timeline
-from memfit.core.untiled_attention import UntiledAttention
 from memfit.core.work_kinds import WorkKind
-from memfit.prediction import predict
-from memfit.report.closed_forms import closed_forms
-from memfit.report.page_data import page_data
+from memfit.report.memory_tables import closed_forms
+from memfit.report.page import page_data
 from memfit.report.timeline_data import TICKS_PER_S, fold, timeline_data
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
+from memfit.step.build import build_step
+from memfit.step.lower import lower
+from memfit.step.predict import predict
 from unit.profiles import gpt_profile
 from unit.report.subjects import machine, seconds_of_the_device, streamed_plan, subject_of
 

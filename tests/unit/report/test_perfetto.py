@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memfit.core.timeline import Moment, Timeline
+from memfit.core.step import Moment, Timeline
 from memfit.report.perfetto import render_perfetto
 from memfit.report.subject import ReportSubject
 from unit.report.subjects import seconds_of_the_device, subject_of

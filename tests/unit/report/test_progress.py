@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memfit.core.errors import UsageError
-from memfit.core.units import GIB, MIB
+from memfit.core.limits import GIB, MIB
 from memfit.report.progress import StepProgress, TrainingProgress, format_bar, format_duration
 
 

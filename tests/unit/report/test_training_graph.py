@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from memfit.cli import app
 from memfit.core.errors import UsageError
-from memfit.report.graph_picture import draw_graph
-from memfit.report.training_graph import EdgeKind, NodeKind, TrainingGraph, chain, training_graph
+from memfit.report.training_graph import EdgeKind, NodeKind, TrainingGraph, chain, draw_graph, training_graph
 from unit.profiles import gpt_profile
 
 LAYERS, ROWS = 4, 8

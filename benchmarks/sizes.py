@@ -1,0 +1,119 @@
+"""Sizes of the code of memfit, by package: `make sizes`.
+
+    .venv/bin/python benchmarks/sizes.py
+    .venv/bin/python benchmarks/sizes.py --other ../old/src/memfit
+
+Code lines are lines without blanks, comments and docstrings, as `tests/test_sizes.py` counts them; tokens are those of Python on these lines; words are those of
+docstrings and comments. `docs/architecture.md` holds the table, and `tests/test_sizes.py` compares both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "memfit"
+_LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a package, or of all of memfit."""
+
+    files: int
+    code_lines: int
+    tokens: int
+    words: int
+    classes: int
+    dataclasses: int
+    functions: int
+    imports: int
+    """Import statements of other packages of memfit."""
+
+    def __add__(self, other: Sizes) -> Sizes:
+        return Sizes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yields all strings that stand alone: of modules, classes and functions, and under attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+def sizes_of(path: Path, source: Path) -> Sizes:
+    """Counts a file."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    prose = {line for each in docstrings(tree) for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)}
+    words = sum(len(_WORD.findall(str(each.value))) for each in docstrings(tree))
+    lines, tokens = set[int](), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            words += len(_WORD.findall(token.string))
+        elif token.type not in _LAYOUT and token.start[0] not in prose:
+            lines.update(range(token.start[0], token.end[0] + 1))
+            tokens += 1
+    package = path.relative_to(source).parts[0]
+    kinds = Counter(type(node) for node in ast.walk(tree))
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return Sizes(
+        files=1,
+        code_lines=len(lines - prose),
+        tokens=tokens,
+        words=words,
+        classes=kinds[ast.ClassDef],
+        dataclasses=sum("dataclass" in ast.unparse(mark) for each in made for mark in each.decorator_list),
+        functions=kinds[ast.FunctionDef] + kinds[ast.AsyncFunctionDef],
+        imports=sum(
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("memfit.")
+            and (node.module or "").split(".")[1] != package
+            for node in ast.walk(tree)
+        ),
+    )
+
+
+def measure(source: Path = SOURCE) -> dict[str, Sizes]:
+    """Returns the sizes by package, the largest first; public modules and `__init__` together as "(top)"."""
+    found: dict[str, Sizes] = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).parts
+        package = parts[0] if len(parts) > 1 else "(top)"
+        here = sizes_of(path, source)
+        found[package] = found[package] + here if package in found else here
+    return dict(sorted(found.items(), key=lambda item: -item[1].code_lines))
+
+
+def table(found: dict[str, Sizes]) -> str:
+    """Returns the table as Markdown."""
+    names = [field.name.replace("_", " ") for field in fields(Sizes)]
+    first, *others = found.values()
+    whole = functools.reduce(Sizes.__add__, others, first)
+    rows = [("package", *names), tuple("---" for _ in range(len(names) + 1))]
+    rows += [
+        (
+            f"`{package}`" if package.isidentifier() else package,
+            *(f"{getattr(each, field.name):,}" for field in fields(Sizes)),
+        )
+        for package, each in [*found.items(), ("**all**", whole)]
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--other", type=Path, help="another folder `memfit` of sources, printed below")
+    asked = parser.parse_args()
+    print(table(measure()))
+    if asked.other is not None:
+        print(f"\n{asked.other}\n\n{table(measure(asked.other))}")
