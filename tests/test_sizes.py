@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from sizes import measure, table
 
 SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
@@ -71,6 +76,17 @@ def count_code_lines(source: Path) -> int:
 
 def test_all_code_lines_stay_below_the_ceiling() -> None:
     assert count_code_lines(SOURCE) <= MOST_CODE_LINES
+
+
+def test_the_table_in_the_docs_is_that_of_today() -> None:
+    """To 3 % of each figure of all of memfit, and with the same packages; `make sizes` prints it anew."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`|\(top\)|\*\*all\*\*) \| ([\d, |]+) \|$", text, re.MULTILINE)
+    told = {name: [int(cell.replace(",", "")) for cell in cells.split("|")] for name, cells in rows}
+    now = table(measure()).splitlines()[2:]
+    found = {row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[1:] for row in now}
+    assert told.keys() == found.keys()
+    assert told["**all**"] == pytest.approx([int(cell.replace(",", "")) for cell in found["**all**"]], rel=0.03)
 
 
 def test_files_and_functions_stay_small() -> None:
