@@ -221,6 +221,8 @@ def test_there_are_18_packages_and_none_holds_more_than_an_eighth_of_the_lines()
         lines[path.relative_to(SOURCE).parts[0]] += len(path.read_text(encoding="utf-8").splitlines())
     largest = max(lines, key=lambda room: lines[room])
     assert lines[largest] <= 0.125 * lines.total(), (largest, lines[largest])
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
     assert len([*SOURCE.glob("*/__init__.py")]) <= 18
 
 

@@ -8,36 +8,34 @@ committed] in `runs.checkpointer`; how a store holds it in `runs.schemes`.
 
 from __future__ import annotations
 
-import torch
 import warnings
-from typing import (Any)
-from memfit.runs import (run_state)
-from memfit.runs.run_state import (Registered, part, registered, taken)
-from memfit.runs.run_store import (RunStore)
-from memfit.core.errors import (StoreError, UsageError, MemfitWarning)
-from memfit.store.state import (encode_state)
-from collections.abc import (Callable, Iterable, Mapping, Sequence)
-from contextlib import (AbstractContextManager)
-from dataclasses import (dataclass)
-from pathlib import (Path)
-from torch import (nn)
-from memfit.devices.kernel import (limit_breaches)
-from memfit.runs.schemes import (StoreCopies)
-from memfit.runs.committed_run import (model_facts)
-from memfit.runs.run_store import (persistent_buffers)
-from memfit.runs.schemes import (CommitScheme)
-from memfit.core.shape import (masters_of)
-from memfit.core.layout import (Scheme)
-from memfit.core.errors import (LOG)
-from memfit.core.plan import (Plan)
-from memfit.engine.housing import (House)
-from memfit.engine.loss_scaling import (LossScaler)
-from memfit.files.trainer import (class_name)
-from memfit.homes.optimizer_states import (BlockStates)
-from memfit.homes.weights import (BlockWeights)
-from memfit.store import (Durability)
-from memfit.tensors.noise import (RoundingNoise)
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from memfit.core.errors import LOG, MemfitWarning, StoreError, UsageError
+from memfit.core.layout import Scheme
+from memfit.core.plan import Plan
+from memfit.core.shape import masters_of
+from memfit.devices.kernel import limit_breaches
+from memfit.engine.housing import House
+from memfit.engine.loss_scaling import LossScaler
+from memfit.files.trainer import class_name
+from memfit.homes.optimizer_states import BlockStates
+from memfit.homes.weights import BlockWeights
+from memfit.runs import run_state
+from memfit.runs.committed_run import model_facts
+from memfit.runs.run_state import Registered, part, registered, taken
+from memfit.runs.run_store import RunStore, persistent_buffers
+from memfit.runs.schemes import CommitScheme, StoreCopies
+from memfit.store import Durability
+from memfit.store.state import encode_state
+from memfit.tensors.noise import RoundingNoise
 
 # Objects of the user's whose state belongs to each commit, and positions in data and random
 # numbers.
@@ -55,6 +53,7 @@ from memfit.tensors.noise import (RoundingNoise)
 # commits what is left, unless an error is passing through, in which case nobody knows what was
 # done; `commit` commits at once, for a program that knows. `evaluate` and `save` commit nothing:
 # they may stand between the step and its scheduler.
+
 
 class Registry:
     """Registered objects of a run, and where its data and random numbers stood.

@@ -7,32 +7,31 @@ it in parts; of ranks' stores, what is damaged.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
 import torch
-from collections import (defaultdict)
-from collections.abc import (Callable, Iterator, Mapping, Sequence)
-from contextlib import (ExitStack, contextmanager)
-from dataclasses import (dataclass, replace)
-from pathlib import (Path)
-from typing import (Any)
-from memfit.runs.rank_record import (TensorShare, read_shares)
-from memfit.runs.rank_record import (RankRecord, find_record)
-from memfit.runs.rank_stores import (check_one_commit, merged_numbers)
-from memfit.runs.run_store import (BUFFERS, in_memory_order, persistent_buffers)
-from memfit.runs.run_state import (part)
-from memfit.runs.run_store import (FORMAT)
-from memfit.core.errors import (StoreError)
-from memfit.core.tiers import (Tier)
-from memfit.homes import (ByteHome, DiskHome)
-from memfit.homes.home import (TransferGroup, TransferHandle)
-from memfit.store import (BlockReport, CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace)
-from memfit.store.files import (store_error)
-from memfit.store.disk_store import (common_commit)
-from memfit.store.verify import (check_store, summed_bytes)
-from torch import (nn)
-from memfit.files.names import (keep_names)
-from memfit.homes.weights import (BlockWeights)
-from memfit.engine.conversions import (file_tensors)
-from memfit.engine.conversions import (described)
+from torch import nn
+
+from memfit.core.errors import StoreError
+from memfit.core.tiers import Tier
+from memfit.engine.conversions import described, file_tensors
+from memfit.files.names import keep_names
+from memfit.homes import ByteHome, DiskHome
+from memfit.homes.home import TransferGroup, TransferHandle
+from memfit.homes.weights import BlockWeights
+from memfit.runs.rank_record import RankRecord, TensorShare, find_record, read_shares
+from memfit.runs.rank_stores import check_one_commit, merged_numbers
+from memfit.runs.run_state import part
+from memfit.runs.run_store import BUFFERS, FORMAT, in_memory_order, persistent_buffers
+from memfit.store import BlockReport, CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace
+from memfit.store.disk_store import common_commit
+from memfit.store.files import store_error
+from memfit.store.verify import check_store, summed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +277,7 @@ def verify_rank_stores(
 #
 # In: a model and its blocks. Out: plain values: names of its `state_dict`, ties, memory orders, its
 # configuration.
+
 
 def model_facts(model: nn.Module, blocks: Sequence[BlockWeights]) -> dict[str, Any]:
     """Returns the facts.

@@ -16,31 +16,29 @@ from typing import Any, Literal
 
 import torch
 
-from memfit.runs.committed_run import CommittedRun, opened_to_be_read, verify_rank_stores
-from memfit.runs.rank_record import find_record, remove_rank_stores
-from memfit.runs.run_store import BUFFERS
-from memfit.runs.run_state import check_numbers, numbers_in_record, part
-from memfit.runs.run_store import FORMAT
-from memfit.core.documents import read_document
+from memfit.core.documents import read_document, user_path
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
-from memfit.core.documents import user_path
-from memfit.core.storage_formats import StateFormat, moment_of, records_of
 from memfit.core.limits import parse_bytes
+from memfit.core.storage_formats import StateFormat, moment_of, records_of
+from memfit.engine.conversions import FileTensor, Range
 from memfit.engine.loss_scaling import LossScaler
-from memfit.files.replace import check_target, replacing
 from memfit.files.names import INDEX_NAME, SaveFile, join, pack_states, pack_weights
+from memfit.files.replace import check_target, replacing
 from memfit.files.tensor_bytes import HomeSource, ResidentSource, TensorSource
 from memfit.files.trainer import FILE_NAME, GroupState, TrainerState, write_text
 from memfit.homes import ByteHome
 from memfit.homes.optimizer_states import DecodedState, StateSlot
 from memfit.homes.state_codecs import codec_of
-from memfit.engine.conversions import FileTensor, Range
+from memfit.runs.committed_run import CommittedRun, opened_to_be_read, verify_rank_stores
+from memfit.runs.rank_record import find_record, remove_rank_stores
+from memfit.runs.run_state import check_numbers, numbers_in_record, part
+from memfit.runs.run_store import BUFFERS, FORMAT
 from memfit.runs.saving import DEFAULT_SHARD_BYTES, SaveResult, breaches_of_save, check_other_model, write_save
 from memfit.store import DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.store.directory import is_there
+from memfit.store.files import explain
 from memfit.store.journal import under_way
 from memfit.store.manifest import MANIFEST_NAME, STATE_LIMIT_BYTES
-from memfit.store.files import explain
 from memfit.store.state import decode_state, encode_state
 from memfit.tensors.container import is_shape
 from memfit.tensors.random_streams import check_torch

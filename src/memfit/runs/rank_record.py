@@ -18,24 +18,23 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import (Mapping, Iterator, Sequence)
-from contextlib import (ExitStack, suppress)
-from dataclasses import (dataclass, astuple, replace)
-from pathlib import (Path)
-from typing import (Any)
-from memfit.core.documents import (parse_json, read_document)
-from memfit.core.errors import (StoreError, StoreInUseError)
-from memfit.store import (FileOperations, RegionSpec, TensorPlace)
-from memfit.store.directory import (data_names, is_there, is_unfinished, read_manifest_file, remove_files)
-from memfit.store.files import (sync_directory, write_small_file)
-from memfit.store.lock import (DirectoryLock)
-from memfit.store.manifest import (MANIFEST_NAME, PARTIAL_MANIFEST_NAME, Manifest)
-from memfit.store.files import (explain, store_error)
-from memfit.homes.optimizer_states import (BlockStates, StateSlot)
-from memfit.homes.regions import (master_region, state_region, weight_region)
-from memfit.homes.exchanged_gradients import (RegionPart, Sharing)
-from memfit.homes.weights import (BlockWeights)
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from memfit.core.documents import parse_json, read_document
+from memfit.core.errors import StoreError, StoreInUseError
+from memfit.homes.exchanged_gradients import RegionPart, Sharing
+from memfit.homes.optimizer_states import BlockStates, StateSlot
+from memfit.homes.regions import master_region, state_region, weight_region
+from memfit.homes.weights import BlockWeights
+from memfit.store import FileOperations, RegionSpec, TensorPlace
+from memfit.store.directory import data_names, is_there, is_unfinished, read_manifest_file, remove_files
+from memfit.store.files import explain, store_error, sync_directory, write_small_file
+from memfit.store.lock import DirectoryLock
+from memfit.store.manifest import MANIFEST_NAME, PARTIAL_MANIFEST_NAME, Manifest
 
 RANKS_NAME = "ranks.json"
 """Name of the record in the directory of the run."""
@@ -289,6 +288,7 @@ def _remove_empty(path: Path) -> None:
 #
 # In: the regions of the whole, what this rank has of each. Out: the regions of its store, and which
 # elements of which tensors lie where in them, by which any number of ranks finds what it needs.
+
 
 @dataclass(frozen=True)
 class TensorShare:

@@ -29,34 +29,36 @@ from typing import Any
 
 import torch
 
-from memfit.runs.rank_record import Shares, TensorShare, read_shares, write_shares
+from memfit.core.errors import MemfitError, StoreError, StoreInUseError, UsageError
+from memfit.core.layout import Scheme
+from memfit.homes import ByteHome
+from memfit.mesh.agreement import agree, optional_texts
+from memfit.mesh.rank_group import RankGroup
 from memfit.runs.rank_record import (
     RANKS_IDENTITY,
     RANKS_NAME,
     RankRecord,
+    Shares,
+    TensorShare,
     find_record,
     next_number,
     parse_record,
     rank_store_path,
+    read_shares,
     remove_set,
     sweep_sets,
+    write_shares,
 )
 from memfit.runs.run_state import part
 from memfit.runs.run_store import COPY_BYTES, Commits, ResumedCommit, RunStore
-from memfit.core.errors import MemfitError, StoreError, StoreInUseError, UsageError
-from memfit.core.layout import Scheme
-from memfit.mesh.agreement import agree, optional_texts
-from memfit.mesh.rank_group import RankGroup
-from memfit.homes import ByteHome
 from memfit.store import CommittedStore, Durability, FileOperations, RegionSpec
+from memfit.store.checksums import memory_of_storage
 from memfit.store.committed import State, check_durability
 from memfit.store.directory import is_there
-from memfit.store.disk_store import check_same
+from memfit.store.disk_store import check_same, finish_commits
+from memfit.store.files import explain, store_error
 from memfit.store.lock import DirectoryLock
 from memfit.store.manifest import MANIFEST_NAME
-from memfit.store.checksums import memory_of_storage
-from memfit.store.files import explain, store_error
-from memfit.store.disk_store import finish_commits
 from memfit.tensors.trees import new_storage
 
 _STATE_BYTES = 256 << 10

@@ -8,30 +8,31 @@ homes in memory, written by each commit, where it does not. See [Note: one layou
 
 from __future__ import annotations
 
-import torch
-from collections.abc import (Callable, Collection, Iterator, Mapping, Sequence)
-from contextlib import (contextmanager)
-from pathlib import (Path)
-from typing import (Any)
-from memfit.runs.rank_record import (find_record)
-from memfit.runs.run_state import (part)
-from memfit.core.layout import (Scheme, flat_layout)
-from memfit.core.documents import (user_path)
-from memfit.homes import (ByteHome, DiskHome, Staging)
-from memfit.homes.regions import (gradient_region, master_region, state_region, weight_region)
-from memfit.store import (CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name)
-from memfit.store.committed import (State, check_durability, check_journaled)
-from memfit.store.directory import (is_there, refuse_lost)
-from memfit.store.journal import (Journal, RECORD, record_region)
-from memfit.store.manifest import (MANIFEST_NAME)
-from memfit.store.files import (store_error)
-from memfit.tensors.trees import (new_storage)
-from torch import (nn)
-from memfit.core.shape import (Masters)
-from memfit.homes.optimizer_states import (BlockStates, StateSlot)
-from memfit.homes.masters import (rest_nbytes, rest_tensors)
-from memfit.homes.weights import (BlockWeights, ParameterSlot)
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from memfit.core.documents import user_path
+from memfit.core.layout import Scheme, flat_layout
+from memfit.core.shape import Masters
+from memfit.homes import ByteHome, DiskHome, Staging
+from memfit.homes.masters import rest_nbytes, rest_tensors
+from memfit.homes.optimizer_states import BlockStates, StateSlot
+from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
+from memfit.homes.weights import BlockWeights, ParameterSlot
+from memfit.runs.rank_record import find_record
+from memfit.runs.run_state import part
+from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
+from memfit.store.committed import State, check_durability, check_journaled
+from memfit.store.directory import is_there, refuse_lost
+from memfit.store.files import store_error
+from memfit.store.journal import RECORD, Journal, record_region
+from memfit.store.manifest import MANIFEST_NAME
+from memfit.tensors.trees import new_storage
 
 COPY_BYTES = 4 << 20
 FORMAT = "1"

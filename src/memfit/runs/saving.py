@@ -27,23 +27,22 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.devices.kernel import limit_breaches
-from memfit.runs.run_state import take_random
-from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
+from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document, user_path
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.documents import user_path
 from memfit.core.limits import parse_bytes
+from memfit.devices.kernel import limit_breaches
+from memfit.engine.conversions import described
 from memfit.engine.loss_scaling import LossScaler
-from memfit.files.names import is_stale
-from memfit.files.replace import check_target, replacing
 from memfit.files.names import (
     INDEX_NAME,
     SaveFile,
+    is_stale,
     optimizer_file,
     trained_slots,
     wait_for_updates,
     weight_files,
 )
+from memfit.files.replace import check_target, replacing
 from memfit.files.trainer import (
     FILE_NAME,
     GroupState,
@@ -55,10 +54,9 @@ from memfit.files.trainer import (
 from memfit.files.writer import FilePieces, read_tensors, write_tensors
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights
-from memfit.engine.conversions import described
+from memfit.runs.run_state import take_random
 from memfit.store import FileOperations
-from memfit.store.files import write_small_file
-from memfit.store.files import explain
+from memfit.store.files import explain, write_small_file
 from memfit.tensors.noise import RoundingNoise
 
 DEFAULT_SHARD_BYTES = 5 * 10**9

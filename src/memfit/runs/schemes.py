@@ -14,32 +14,31 @@ may be written to them when.
 
 from __future__ import annotations
 
-import torch
-from collections.abc import (Mapping, Sequence, Callable, Iterable)
-from typing import (Protocol)
-from memfit.runs.rank_record import (rank_regions, shares_of)
-from memfit.runs.rank_stores import (RankRunStore)
-from memfit.runs.run_store import (regions_of, BUFFERS)
-from memfit.runs.run_state import (part)
-from memfit.runs.run_store import (RunStore, pieces_of)
-from memfit.core.shape import (committed_parts, masters_of)
-from memfit.core.errors import (PlanError, UnsupportedError, UsageError)
-from memfit.core.plan import (Plan)
-from memfit.core.tiers import (Tier)
-from memfit.homes.optimizer_states import (BlockStates)
-from memfit.homes.regions import (master_region, state_region, updated_regions, weight_region)
-from memfit.homes.exchanged_gradients import (Sharing)
-from memfit.homes.weights import (BlockWeights)
-from torch import (nn)
-from memfit import (devices)
-from memfit.engine.housing import (House)
-from memfit.homes import (ByteHome)
-from memfit.store import (TensorPlace, dtype_name)
-from memfit.store.files import (store_error)
-from memfit.tensors.write_marks import (copy_shared)
-from memfit.tensors.trees import (bytes_view, new_storage)
-from memfit.tensors.write_marks import (reading)
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
+import torch
+from torch import nn
+
+from memfit import devices
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
+from memfit.core.plan import Plan
+from memfit.core.shape import committed_parts, masters_of
+from memfit.core.tiers import Tier
+from memfit.engine.housing import House
+from memfit.homes import ByteHome
+from memfit.homes.exchanged_gradients import Sharing
+from memfit.homes.optimizer_states import BlockStates
+from memfit.homes.regions import master_region, state_region, updated_regions, weight_region
+from memfit.homes.weights import BlockWeights
+from memfit.runs.rank_record import rank_regions, shares_of
+from memfit.runs.rank_stores import RankRunStore
+from memfit.runs.run_state import part
+from memfit.runs.run_store import BUFFERS, RunStore, pieces_of, regions_of
+from memfit.store import TensorPlace, dtype_name
+from memfit.store.files import store_error
+from memfit.tensors.trees import bytes_view, new_storage
+from memfit.tensors.write_marks import copy_shared, reading
 
 _REGION_OF = {"weight": weight_region, "master": master_region, "state": state_region}
 
@@ -198,6 +197,7 @@ def scheme_of(run: RunStore, plan: Plan, sharing: Sharing | None = None) -> Comm
 #
 # In: homes in memory and the model's buffers. Out: the same bytes in the spare slots of the store,
 # for the next commit.
+
 
 class StoreCopies:
     """Copies of homes in memory, which commits write where they changed since the last one.
