@@ -124,6 +124,6 @@ def test_a_wheel_carries_the_allocator_the_starters_and_the_page(tmp_path: Path)
     subprocess.run(command, cwd=source, env={**os.environ, "MEMFIT_PREBUILD": "1"}, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("memfit-0.1.0-py3-none-linux_*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert f"memfit/allocator/prebuilt/{compiling.prebuilt_name()}" in names
-    for name in ("cli/starters/text.txt", "report/page/page.js", "py.typed", "allocator/allocator.cpp"):
+    assert f"memfit/devices/prebuilt/{compiling.prebuilt_name()}" in names
+    for name in ("cli/starters/text.txt", "report/page/page.js", "runs/__init__.py", "py.typed", "devices/allocator.cpp"):
         assert f"memfit/{name}" in names
