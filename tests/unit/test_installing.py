@@ -125,5 +125,11 @@ def test_a_wheel_carries_the_allocator_the_starters_and_the_page(tmp_path: Path)
     (wheel,) = tmp_path.glob("memfit-0.1.0-py3-none-linux_*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert f"memfit/devices/prebuilt/{compiling.prebuilt_name()}" in names
-    for name in ("cli/starters/text.txt", "report/page/page.js", "runs/__init__.py", "py.typed", "devices/allocator.cpp"):
+    for name in (
+        "cli/starters/text.txt",
+        "report/page/page.js",
+        "runs/__init__.py",
+        "py.typed",
+        "devices/allocator.cpp",
+    ):
         assert f"memfit/{name}" in names
