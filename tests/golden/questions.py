@@ -38,7 +38,8 @@ from memfit.planner.advise import Advice, advise
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.json"
 QUESTIONS = 60
-MACHINES = ("h200", "a100-40gb", "mi300x", "rtx-3090", "rtx-4090", "laptop-cpu")
+PROCESSOR = "laptop-cpu"
+MACHINES = ("h200", "a100-40gb", "mi300x", "rtx-3090", "rtx-4090", PROCESSOR)
 LINKED = ("h200", "a100-80gb", "h100-sxm")
 """Machines whose descriptions say what links between ranks carry."""
 ALLOWANCES: tuple[frozenset[str], ...] = (
@@ -218,7 +219,10 @@ def drawn(number: int) -> Question:
     )
 
 
-def _words(advice: Advice) -> dict[str, Any]:
+def _words(advice: Advice | memfit.MemfitError) -> Any:
+    """Returns an answer as JSON has it; a refusal as its text."""
+    if isinstance(advice, memfit.MemfitError):
+        return f"{type(advice).__name__}: {advice}"
     return {
         "plan": json.loads(advice.plan.to_json()),
         "peak_bytes": advice.timeline.peak_bytes,
@@ -229,7 +233,7 @@ def _words(advice: Advice) -> dict[str, Any]:
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """Asks without a limit, with one that is too small, and with one between both; returns what is planned and told."""
+    """Returns the answers without a limit, with a limit that is too small, and with a limit between."""
     build, loss, batch = next(each for each in FAMILIES if each.__name__ == question.family)(question)
 
     def ask(limit: int | None) -> Advice | memfit.MemfitError:
@@ -241,18 +245,20 @@ def answer(question: Question) -> dict[str, Any]:
         except memfit.MemfitError as error:
             return error
 
-    whole, least = ask(None), ask(1 << 20)
-    told: dict[str, Any] = {}
-    for name, one in (("without a limit", whole), ("1 MiB", least)):
-        told[name] = _words(one) if isinstance(one, Advice) else f"{type(one).__name__}: {one}"
+    whole = ask(None)
+    if question.machine == PROCESSOR:
+        # Limits there begin with the bytes that this process holds, which differ from run to run.
+        words = _words(whole)
+        if isinstance(whole, Advice):
+            del words["reason"]
+        return {"without a limit": words}
+    least = ask(1 << 20)
+    answers = {"without a limit": _words(whole), "1 MiB": _words(least)}
     smallest = getattr(least, "smallest_limit_bytes", None)
     if isinstance(whole, Advice) and smallest is not None:
         limit = int(smallest + question.share * max(whole.predicted_peak_bytes - smallest, 0))
-        between = ask(limit)
-        told[f"{limit} bytes"] = (
-            _words(between) if isinstance(between, Advice) else f"{type(between).__name__}: {between}"
-        )
-    return told
+        answers[f"{limit} bytes"] = _words(ask(limit))
+    return answers
 
 
 def question_text(number: int) -> str:
