@@ -310,8 +310,7 @@ class StoreCopies:
         return self._write_pieces(region, pieces_of(home.nbytes, None), fetch)
 
     def _write(self, region: str, source: torch.UntypedStorage, nbytes: int) -> bool:
-        with reading(source):
-            return self._write_pieces(region, pieces_of(nbytes, source), lambda start, _: (source, start))
+        return self._write_pieces(region, pieces_of(nbytes, source), lambda start, _: (source, start))
 
     def _write_pieces(
         self,
@@ -326,7 +325,11 @@ class StoreCopies:
         is_first = self._run.committed.region(region).step is None
         disk = self._run.home(region)
         for start, count in pieces:
-            disk.write(start, count, *fetch(start, count)).wait()
+            source, at = fetch(start, count)
+            # Not around the wait: a write of the user's meanwhile must take the mark off for good.
+            with reading(source):
+                handle = disk.write(start, count, source, at)
+            handle.wait()
         return not is_first
 
     # --- blocks one by one, for the journal of steps
