@@ -67,6 +67,8 @@ ERRORS = [
     "PeerError",
     "RuntimeError",
 ]
+# Callables that make a refusal -> the position of its message.
+MESSAGES = {**dict.fromkeys(ERRORS, 0), "limit_breaches": 1}
 CURE = re.compile(
     r"(?:^|[.:;,(?] ?|\bor |\band |\bto )(?:use|call|try|give|run|return|leave|make|write|plan|change|close|hold|note|train|fit|load|save|build|name|set|put|take|"
     r"cut|pass|raise|move|keep|say|repeat|clone|clip|let|begin|go|remove|replace|convert|skip|pad|rename|start|initialize)\b",
@@ -112,8 +114,8 @@ def named_constants(tree: ast.Module, trees: dict[str, ast.Module]) -> dict[str,
 
 def refusals() -> Iterator[str]:
     """Yields each refusal that names a cure: its file, and the beginning of its text without what is filled in."""
-    found = [SOURCE / room for room in ROOMS]
-    files = [path for each in found for path in ([each] if each.is_file() else sorted(each.rglob("*.py")))]
+    roots = [SOURCE / room for room in ROOMS]
+    files = [path for each in roots for path in ([each] if each.is_file() else sorted(each.rglob("*.py")))]
     paths = [path.relative_to(SOURCE) for path in files]
     paths = [path for path in paths if not path.as_posix().startswith(PASSED_OVER)]
     names = {path: ".".join(("memfit", *path.with_suffix("").parts)) for path in paths}
@@ -122,8 +124,13 @@ def refusals() -> Iterator[str]:
         tree = trees[names[path]]
         constants = named_constants(tree, trees)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
-                text = texts(node.args[0], constants)
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in MESSAGES
+                and node.args
+            ):
+                text = texts(node.args[MESSAGES[node.func.id]], constants)
                 if CURE.search(text):
                     yield f"{path.as_posix()}: {' '.join(text.split())[:400]}"
 

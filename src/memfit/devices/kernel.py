@@ -123,19 +123,23 @@ def refusal_words(error: BaseException) -> str:
 
 
 @contextmanager
-def limit_breaches(phase: str, text: Callable[[str], str]) -> Iterator[None]:
+def limit_breaches(
+    phase: str, text: Callable[[BaseException], str], where: Callable[[], str] | None = None
+) -> Iterator[None]:
     """Context whose refused allocations become `LimitBreachError`s of work that changed nothing.
 
     Args:
         phase: of the job.
-        text: makes the message of `refusal_words`.
+        text: makes the message; see `refusal_words`.
+        where: names the action under way; None: the phase.
     """
     try:
         yield
     except REFUSALS as error:
         if not is_refusal(error):
             raise
-        raise LimitBreachError(text(refusal_words(error)), phase=phase, where=phase, torn=False) from error
+        at = phase if where is None else where()
+        raise LimitBreachError(text(error), phase=phase, where=at, torn=False) from error
 
 
 def drop_mapped_files() -> None:

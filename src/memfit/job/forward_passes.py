@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
+from memfit.core.errors import MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.limits import format_bytes
 from memfit.core.numerics import NONADDITIVE
 from memfit.core.process_state import trial
 from memfit.core.storage_formats import ComputeDtype, dtype_failure
-from memfit.devices.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.devices.kernel import is_refusal, limit_breaches, refusal_words
 from memfit.engine.surroundings import Buffers
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
@@ -81,19 +81,16 @@ def evaluate(assembly: Assembly, batch: Any) -> EvaluateResult:
 
 
 def _evaluated(assembly: Assembly, prepared: Prepared, work: StepInput) -> list[Any]:
-    try:
-        return assembly.engine.evaluate(prepared.evaluation, work)
-    except REFUSALS as error:
-        if not is_refusal(error):
-            raise
-        limit = assembly.machine.limits.device_bytes
-        raise LimitBreachError(
-            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit while a batch was evaluated, at '{assembly.engine.at}': "
-            f"{refusal_words(error)} Nothing was changed: the job goes on. Try fewer rows at a time, or a larger limit",
-            phase="evaluate",
-            where=assembly.engine.at,
-            torn=False,
-        ) from error
+    limit, engine = assembly.machine.limits.device_bytes, assembly.engine
+    with limit_breaches(
+        "evaluate",
+        lambda error: (
+            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit while a batch was evaluated, at '{engine.at}': "
+            f"{refusal_words(error)} Nothing was changed: the job goes on. Try fewer rows at a time, or a larger limit"
+        ),
+        lambda: engine.at,
+    ):
+        return engine.evaluate(prepared.evaluation, work)
 
 
 @trial()

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.core.errors import DoesNotFitError, LimitBreachError, UsageError
+from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.limits import Limits, format_bytes, parse_bytes
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.devices.binding import shortfall_bytes
-from memfit.devices.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.devices.kernel import limit_breaches, refusal_words
 from memfit.engine.caches import OffloadedCaches
 from memfit.engine.housing import House
 from memfit.engine.modules import ModuleNotes
@@ -265,18 +265,13 @@ def stream(
         if cache_limit is not None:
             caches = OffloadedCaches(_cache_rests(machine, directory, stack), cache_limit)
         weights = WeightStream(sites, blocks, calls=interrupts.calls, caches=caches, observe=interrupts.check)
-        try:
-            with weights:
-                yield Inference(model, weight_bytes, machine, house, weights, caches)
-        except REFUSALS as error:
-            if not is_refusal(error):
-                raise
-            raise LimitBreachError(
-                _breach_text(error, machine, weights.at, weight_bytes, caches),
-                phase="inference",
-                where=weights.at,
-                torn=False,
-            ) from error
+        breaches = limit_breaches(
+            "inference",
+            lambda error: _breach_text(error, machine, weights.at, weight_bytes, caches),
+            lambda: weights.at,
+        )
+        with breaches, weights:
+            yield Inference(model, weight_bytes, machine, house, weights, caches)
 
 
 def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HomePool:

@@ -155,9 +155,10 @@ class SavedJob(WatchedJob):
             UsageError: the directory cannot be used, or the job is closed.
             TornStepError: blocks hold weights of different steps.
         """
-        with self._runner.calls.enter("job.save"), breaches_of_save(directory):
+        with self._runner.calls.enter("job.save"):
             assembly = self._check_usable()
-            assembly.keep_changes()
+            with breaches_of_save(directory):
+                assembly.keep_changes()
             check_form(form, extra)
             if form == "trainer":
                 check_alone(assembly, 'job.save(form="trainer")')
@@ -177,6 +178,8 @@ class SavedJob(WatchedJob):
                 together(ranks, "job.save", digest=f"{directory}, form={form!r}"),
                 self._machine.phase("save"),
                 self._machine.host_ledger(),
+                # Inside of `together`: the other ranks hear of the limit too.
+                breaches_of_save(directory),
             ):
                 saved = save_job(
                     directory,

@@ -22,7 +22,7 @@ from memfit.core.errors import LOG, MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
 from memfit.core.plan import Plan
 from memfit.core.shape import masters_of
-from memfit.devices.kernel import limit_breaches
+from memfit.devices.kernel import limit_breaches, refusal_words
 from memfit.engine.housing import House
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.trainer import class_name
@@ -459,8 +459,8 @@ class RunCheckpointer(Checkpointer):
             )
         with limit_breaches(
             "commit",
-            lambda words: (
-                f"the limit was hit while step {self._house.step} was committed: {words} The commit before "
+            lambda error: (
+                f"the limit was hit while step {self._house.step} was committed: {refusal_words(error)} The commit before "
                 "is whole, and the step is made. Free what else the process holds; the next call commits it"
             ),
         ):

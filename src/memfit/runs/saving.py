@@ -30,7 +30,7 @@ from memfit import devices
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document, user_path
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.limits import parse_bytes
-from memfit.devices.kernel import limit_breaches
+from memfit.devices.kernel import limit_breaches, refusal_words
 from memfit.engine.conversions import described
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.names import (
@@ -276,8 +276,8 @@ def breaches_of_save(directory: str | Path) -> AbstractContextManager[None]:
     """Context in which a save hits the limit in words that name its directory."""
     return limit_breaches(
         "save",
-        lambda words: (
-            f"the limit was hit while saving to {directory}: {words} Nothing was changed, neither the job nor an older save. "
+        lambda error: (
+            f"the limit was hit while saving to {directory}: {refusal_words(error)} Nothing was changed, neither the job nor an older save. "
             "Free what else the process holds, or raise the limit"
         ),
     )
