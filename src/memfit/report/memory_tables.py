@@ -5,6 +5,7 @@ In: `ReportSubject`. Out: JSON values; equal blocks stand in one row (`layers.0-
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -96,7 +97,7 @@ def _figures(block: BlockProfile, profile: Profile, trace: TraceProfile, plan: P
     homes = plan.block(block.name)
     policies = dict.fromkeys(str(plan.call(call.index).saved) for call in own)
     return (
-        sum(_elements(parameter.shape) for parameter in block.parameters),
+        sum(math.prod(parameter.shape) for parameter in block.parameters),
         block.weight_bytes,
         block.gradient_bytes,
         profile.state_bytes.get(block.name, 0),
@@ -106,13 +107,6 @@ def _figures(block: BlockProfile, profile: Profile, trace: TraceProfile, plan: P
         f"{homes.weight_home}, {homes.gradient_home}, {homes.state_home}",
         ", ".join(policies),
     )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _largest_saved(trace: TraceProfile) -> list[list[Any]]:
@@ -272,8 +266,8 @@ def closed_forms(profile: Profile, hardware: Hardware | None = None) -> ClosedFo
     forms = ClosedForms(
         rows=profile.batch_rows,
         traced_rows=tuple(dict.fromkeys((small.rows, large.rows))),
-        elements=sum(_form_elements(p.shape) for p in parameters),
-        trainable=sum(_form_elements(p.shape) for p in parameters if p.requires_grad),
+        elements=sum(math.prod(p.shape) for p in parameters),
+        trainable=sum(math.prod(p.shape) for p in parameters if p.requires_grad),
         weight_bytes=profile.weight_bytes,
         state_bytes=sum(profile.state_bytes.values()),
         buffer_bytes=profile.buffer_bytes,
@@ -333,10 +327,3 @@ def _line(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]
 
 def _at(line: tuple[float, float], rows: int) -> float:
     return line[0] + line[1] * rows
-
-
-def _form_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -23,7 +23,7 @@ channels to 16 and by the scratch of half-precision products:
 
 fp32 products of matrices that lie row by row or column by column have none, nor has what treats
 elements one by one in one dtype and in the order in which they lie. Of everything else the table is
-silent, and `measuring` finds out. Of an accelerator's kernels `accelerator_scratch` has a table; of
+silent, and `measuring` finds out. Of an accelerator's kernels the table below tells; of
 other devices none is modelled.
 """
 
@@ -37,7 +37,13 @@ from typing import Any
 
 import torch
 
-from memfit.core.limits import BLAS_COLUMNS, BLAS_WORKSPACES_KIB, PRODUCT_KERNEL_BYTES, TILED_PRODUCT_KERNEL_BYTES
+from memfit.core.limits import (
+    BLAS_COLUMNS,
+    BLAS_WORKSPACES_KIB,
+    PRODUCT_KERNEL_BYTES,
+    TILED_PRODUCT_KERNEL_BYTES,
+    round_up,
+)
 from memfit.tensors.product_scratch import has_products, has_tiles, outside_bytes, product_scratch_bytes
 
 _CHANNEL_BLOCK = 16
@@ -302,16 +308,17 @@ def _is_first(weight: torch.Tensor) -> bool:
 
 def _blocked(tensor: torch.Tensor) -> int:
     channels = tensor.shape[1]
-    return tensor.nbytes // max(channels, 1) * _rounded(channels)
+    return tensor.nbytes // max(channels, 1) * round_up(channels, _CHANNEL_BLOCK)
 
 
 def _blocked_weight(weight: torch.Tensor) -> int:
     out_channels, in_channels = weight.shape[0], weight.shape[1]
-    return weight.nbytes // max(out_channels * in_channels, 1) * _rounded(out_channels) * _rounded(in_channels)
-
-
-def _rounded(channels: int) -> int:
-    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+    return (
+        weight.nbytes
+        // max(out_channels * in_channels, 1)
+        * round_up(out_channels, _CHANNEL_BLOCK)
+        * round_up(in_channels, _CHANNEL_BLOCK)
+    )
 
 
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
@@ -460,13 +467,7 @@ def _scratch_bytes(has_flash: bool, func: Any, args: Sequence[Any], out: Any) ->
 def _flash_backward_scratch(args: Sequence[Any]) -> int:
     query, key = args[1], args[2]
     batch, heads, rows, columns = query.shape
-    sums = (
-        batch
-        * heads
-        * _rounded_scratch(rows, _FLASH_ROWS)
-        * (_rounded_scratch(columns, _FLASH_COLUMNS) + 1)
-        * _FP32_BYTES
-    )
+    sums = batch * heads * round_up(rows, _FLASH_ROWS) * (round_up(columns, _FLASH_COLUMNS) + 1) * _FP32_BYTES
     # Keys and values that several heads share get gradients of each head apart.
     is_shared = key.shape[1] != heads
     return sums + (2 * batch * heads * key.shape[2] * columns * key.element_size() if is_shared else 0)
@@ -475,8 +476,8 @@ def _flash_backward_scratch(args: Sequence[Any]) -> int:
 def _efficient_backward(args: Sequence[Any]) -> int:
     gradient, query, key = args[:3]
     batch, heads, rows, columns = query.shape
-    columns, is_half = _rounded_scratch(columns, _TILE), query.element_size() == 2
-    sums = _rounded_scratch(rows, _TILE) * columns
+    columns, is_half = round_up(columns, _TILE), query.element_size() == 2
+    sums = round_up(rows, _TILE) * columns
     if is_half and columns > _TILE:
         # Gradients of keys and values do not fit registers.
         splits = min(-(-key.shape[2] // _TILE), _MOST_SPLITS // (batch * heads))
@@ -490,7 +491,3 @@ def _embedding_backward(args: Sequence[Any], out: torch.Tensor) -> int:
     count, (words, width) = args[1].numel(), out.shape
     sums = (count // _ROWS_A_SUM + min(count, words)) * width * _FP32_BYTES
     return _SORTED_COPIES * count * _INDEX_BYTES + sums if count > _FEWEST_SORTED else 0
-
-
-def _rounded_scratch(size: int, to: int) -> int:
-    return -(-size // to) * to
