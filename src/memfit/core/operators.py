@@ -102,7 +102,7 @@ def _written_names(func: Any) -> tuple[str, ...]:
 
 # Attention that bypasses tiled kernels.
 #
-# In: nothing (the `profiling` package fills it). Out: a frozen dataclass, a part of
+# In: nothing (`trace` fills it). Out: a frozen dataclass, a part of
 # `core.profile.TraceProfile`.
 
 

@@ -1,7 +1,7 @@
 """Plan: the decisions for a run, as JSON that a person can read, compare, edit and pass to `fit`.
 
 In: decisions of the planner or of a user. Out: `Plan`, checked against a model's blocks and calls
-by `Plan.check`, and turned into a `Schedule` by `scheduling`.
+by `Plan.check`, and turned into a `Schedule` by `step`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Profile: the memory of a training step as data (blocks, calls, storages).
 
-In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning and scheduling
+In: nothing (`trace` fills it). Out: frozen dataclasses that planning and scheduling
 read without torch; prediction reads only the `Step` that is made of them.
 
 [Note: segments of a trace]
@@ -29,7 +29,7 @@ from memfit.core.work_kinds import Work
 
 # Storages of a traced step: who makes, saves, receives and holds each.
 #
-# In: nothing (the `profiling` package fills it). Out: a frozen dataclass, a part of
+# In: nothing (`trace` fills it). Out: a frozen dataclass, a part of
 # `core.profile.TraceProfile`.
 
 

@@ -1,8 +1,8 @@
 """Schedule: the step as an ordered list of small frozen actions, with a text form that parses
 back.
 
-In: built by `scheduling` from a plan and a profile, or parsed from text. Out: lowered to a `Step`
-by `scheduling`, which prediction, checker and engine read.
+In: built by `step` from a plan and a profile, or parsed from text. Out: lowered to a `Step`
+by `step`, which prediction, checker and engine read.
 
 [Note: what an action means]
 B3 is block 3, C5 call 5, m0 microbatch 0; `C5-7` is a recompute segment of three calls. Actions

@@ -1,7 +1,7 @@
 """Step: a schedule lowered to operations that carry their meaning, without the plan that it came
 from.
 
-In: made by `step.lower` from a schedule, a plan and a profile. Out: summed by `prediction`
+In: made by `step.lower` from a schedule, a plan and a profile. Out: summed by `step`
 (bytes, seconds, residents), checked, and executed by `engine`.
 
 [Note: one meaning]
@@ -193,7 +193,7 @@ def owner_name(owner: str, names: tuple[str, ...], sites: tuple[str, ...]) -> st
 
 # Timeline: bytes and seconds of a step, action by action.
 #
-# In: filled by `prediction` (predicted) or by the engine's recorder (measured). Out: `Timeline`,
+# In: filled by `step` (predicted) or by the engine's recorder (measured). Out: `Timeline`,
 # read by the planner, by the job's proof and by `memfit report`.
 
 COMPUTE_LANE = "compute"

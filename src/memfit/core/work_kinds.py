@@ -1,6 +1,6 @@
 """Kinds of work and their amounts: what computing costs, apart from the machine that does it.
 
-In: counted by `profiling` for each operation of a trace, and by `scheduling` for updates. Out:
+In: counted by `trace` for each operation of a trace, and by `step` for updates. Out:
 amounts by kind, which `step.clock` divides by the rates of a `Hardware`.
 
 [Note: classes of work]

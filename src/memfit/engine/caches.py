@@ -353,7 +353,7 @@ class OffloadedCaches:
     whichever is more; what a layer makes of its cache (its concatenation with the new token) is the
     program's own.
     Time: a cache layer that is offloaded is read once a token; of what it grows by, a page is
-    written (`cache_records`, [Note: rows at home]).
+    written ([Note: rows at home]).
 
     Args:
         pool: makes homes of what leaves.

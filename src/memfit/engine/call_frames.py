@@ -1,6 +1,6 @@
 """Policies of a plan applied to calls: which frame manages a call's saved tensors.
 
-In: the plan's policy for each call. Out: frames for the engine (see `activations`). What a policy
+In: the plan's policy for each call. Out: frames for the engine (see `frames`). What a policy
 is stands in `core.saved_policies`; a new one changes nothing here.
 """
 

@@ -2,7 +2,7 @@
 
 In: a plan, the blocks, the optimizer's state layouts, a table of factories of homes
 (`homes.factories`). Out: a `House`: weights moved in, gradient homes, state homes. What is
-committed, and when, is decided elsewhere (`checkpoints`).
+committed, and when, is decided elsewhere (`runs`).
 
 [Note: what an atomic step changes]
 With `is_atomic` a region on disk has two slots. Reads give the committed version, writes go to the

@@ -8,8 +8,8 @@ Not captured: generators of the user's own (`torch.Generator` passed by hand), `
 an accelerator the recomputation runs in autograd's thread; context variables are carried there,
 thread-locals cannot be), numbers outside of modules (a closure's), containers that the module keeps
 on itself (what a recomputation does to them is taken back, but it reads them as they are; tensors:
-see `attributes`), and active dispatch modes (they watch operations; watching the recomputation
-would count twice).
+see [Note: a module's memory]), and active dispatch modes (they watch operations; watching the
+recomputation would count twice).
 """
 
 from __future__ import annotations

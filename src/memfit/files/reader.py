@@ -132,7 +132,7 @@ class TensorFile(ClosesAtExit):
 
 
 # Reading tensors from a file that `torch.save` wrote (a checkpoint, as such files are called; the
-# runs that memfit commits are in `checkpoints`), without loading it.
+# runs that memfit commits are in `runs`), without loading it.
 #
 # In: a file. Out: what `TensorFile` gives for safetensors: names and places, then tensors copied
 # into memory that exists already.

@@ -16,7 +16,7 @@ there and then. Small tensors, and large ones made of data, are ordinary.
 [Note: draws]
 What is drawn after an operation that draws random numbers must be what plain building draws, and
 the generator must be left where plain building leaves it. A large draw is skipped in the generator
-(`draws`). Others are also done once, on memory of their own that is dropped at once.
+(`skip_draw`). Others are also done once, on memory of their own that is dropped at once.
 """
 
 from __future__ import annotations

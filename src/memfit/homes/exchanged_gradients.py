@@ -1,6 +1,6 @@
 """Gradients that processes which train together sum as they go home.
 
-In: `.grad` of a block's parameters on each process, an exchange of the room `distributed`. Out: the
+In: `.grad` of a block's parameters on each process, an exchange of `mesh`. Out: the
 sum at home, whole or in shares; norms and checks of it that are equal on all processes.
 """
 
@@ -169,7 +169,7 @@ class ExchangedGradients(GradientHomes):
 # Sharing of a job's homes between ranks: the protocol by which whoever places homes asks for it.
 #
 # In: requests for homes of a process alone. Out: requests for what this rank has at home, and homes
-# whose visits reach what the others have. Made by the room `distributed`.
+# whose visits reach what the others have. Made by `mesh`.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from memfit.tensors.trees import new_storage, typed_view
 
 # Optimizer states of which each process that trains the model has a share: how they become whole.
 #
-# In: this process's part. Out: whole values. Made by the room `distributed`.
+# In: this process's part. Out: whole values. Made by `mesh`.
 
 
 class StateRanks:

@@ -43,7 +43,7 @@ from memfit.tensors.guard import is_away
 from memfit.tensors.trees import spanned_bytes
 
 # Beside the model as it was built on an emulated device: small tensors, rounding. What is tried out
-# and probed is host memory there (see `operation_trials`).
+# and probed is host memory there (see `planner.problem`).
 _EMULATED_LOAD_SCRATCH_BYTES = 2 * MIB
 # Staging of the disk's workers, the probe's matrices and buffers, code pages, Python's own growth
 # while a model is traced: 15 to 62 MiB seen. Pages that had left before are up to 16 more.

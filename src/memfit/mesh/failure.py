@@ -7,7 +7,7 @@ not in a collective.
 A rank that fails writes its text to the mailbox of each other rank; a thread of each rank waits at
 its own. A rank that is killed writes nothing: its sockets close, the collectives of others fail,
 and whoever notices writes for it. Gloo's own ways unblock nobody: a group that is aborted keeps its
-sockets open, so waits must not block inside of it (`collective_thread`).
+sockets open, so waits must not block inside of it (`rank_group`).
 
 [Note: a store that does not answer]
 The store may lie in a rank's process, and a process that is stopped neither answers nor closes its

@@ -293,7 +293,7 @@ class RankGroup:
 
     def watched(self, act: Callable[[], T]) -> T:
         """Does what makes sockets with other ranks, in a thread, while this one looks at their
-        processes: see `peers`, [Note: how ranks meet].
+        processes: see `failure`, [Note: how ranks meet].
 
         Args:
             act: calls torch.distributed.

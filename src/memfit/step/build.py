@@ -89,7 +89,7 @@ def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
 # `clear` and `release` of a block wait for its update. Placed right after `update` they would stop
 # the main thread until the states have been read and written. They therefore come `Plan.backlog`
 # compute actions later: for that long the device holds one more gradient, or one more visiting
-# block, which takes the place of a block fetched ahead (see `visit_actions`): an update moves
+# block, which takes the place of a block fetched ahead (see below): an update moves
 # several times the bytes of a fetch, so hiding it is worth more. Updates of few blocks that take
 # long (their states are on disk, say, and others' are not) run beside the backward of several
 # others where more than one action is granted. With a backlog of 0 they come directly, and nothing

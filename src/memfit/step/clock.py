@@ -42,7 +42,7 @@ transfers; disks that hang on the accelerator's own switch; a run's main thread 
 begins a transfer (`Operation.after`); the cost of a first step.
 
 What ranks send each other is one queue of the link `network`, in the order of the list, as their
-one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
+one thread does it (`mesh`). All ranks are taken as alike: a collective begins when this rank
 comes to it.
 """
 

@@ -51,8 +51,8 @@ from memfit.core.shape import (
 
 # Storages of a trace by themselves: who makes, uses and lets go of them in the plain run.
 #
-# In: `TraceProfile`. Out: `TraceStorages`, which all plans of a profile share (`known_facts`). What
-# a plan's segments make of them is in `segment_storages`.
+# In: `TraceProfile`. Out: `TraceStorages`, which all plans of a profile share (`KnownFacts`). What
+# a plan's segments make of them is in `SegmentStorages`.
 
 # Stands for a release that only the end of the microbatch brings.
 END = -2

@@ -1,6 +1,6 @@
 """Amounts of work: what segments and updates compute.
 
-In: `Plan`, `Profile`. Out: amounts by kind, which `prediction` turns into seconds.
+In: `Plan`, `Profile`. Out: amounts by kind, which `clock` turns into seconds.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class CommittedStore(ClosesAtExit):
     ) -> bool:
         """Commits the ended step with its state, if the durability asks for it.
 
-        See [Note: commit] in `publish`.
+        See [Note: commit] in `disk_store`.
 
         Args:
             state: what belongs to the step beside tensors; see `encode_state`. A function is called

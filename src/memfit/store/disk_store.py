@@ -6,7 +6,7 @@ versions current all at once.
 Disk: each slot of each region, in whole blocks, claimed at creation, so that a full disk is known
 then and not in the middle of a run.
 
-The order of a commit, and what each of its failures means, is [Note: commit] in `publish`.
+The order of a commit, and what each of its failures means, is [Note: commit] below.
 """
 
 from __future__ import annotations

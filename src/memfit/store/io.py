@@ -394,7 +394,7 @@ class DiskIO:
     """Reads and writes file ranges with worker threads.
 
     Order: reads are served first in, first out, and so are writes, urgent ones first (see [Note:
-    order] in `channel`). A read and a write have no order between them unless `after` gives one;
+    order]). A read and a write have no order between them unless `after` gives one;
     `Region` and `ScratchFile` do that for their callers.
 
     Dropping the object cancels what is not under way and ends the threads; `close` ends them in
@@ -588,7 +588,7 @@ class DiskIO:
 
     def used(self) -> Mapping[str, LinkTraffic]:
         """Bytes so far and seconds that each direction ("read", "write") was busy; see
-        [Note: what a direction takes] in `channel`.
+        [Note: what a direction takes].
         """
         return {"read": self._reads.used(), "write": self._writes.used()}
 

@@ -12,7 +12,7 @@ step is decided by one commit, and then made block by block:
 
 1. gradients are written in place, into regions with one slot that hold nothing yet; the record into
    its spare slot;
-2. `begin` commits them ([Note: commit] in `publish`): from here on the step will be made;
+2. `begin` commits them ([Note: commit] in `disk_store`): from here on the step will be made;
 3. a block's new version is written to its spare slot, which overlaps the places of blocks that have
    moved already, and no current version: `Region.write` refuses anything else;
 4. `moved` commits such blocks, as many as fit the spare room, with a record that has their new

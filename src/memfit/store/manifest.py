@@ -347,7 +347,7 @@ VERSIONS: dict[Scheme, int] = {"generations": 2, "journal": 3}
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 PREPARED_MANIFEST_NAME = "manifest.json.prepared"
-"""Manifest of a commit that waits for those of other stores; see `publish`, [Note: commit of
+"""Manifest of a commit that waits for those of other stores; see `disk_store`, [Note: commit of
 several stores].
 """
 PARTIAL_MANIFEST_NAME = "manifest.json.partial"

@@ -89,7 +89,7 @@ class StorageRecord:
         segment: the one in which it was first seen; the last one, if that was in backward.
         is_backward: it was first seen in backward.
         cause: of one that is made: operation, module, shape, dtype.
-        line: of one that the forward makes: see `code_lines`.
+        line: of one that the forward makes: see `python_calls`.
         block: of a weight.
         is_batch: it belongs to the batch.
         saved_inside: calls in which autograd saved it.
@@ -105,7 +105,7 @@ class StorageRecord:
         selected_in: the call that made it by an operation whose results a policy keeps; -1: none,
             or it was written since.
         kept_by: these policies.
-        origins: bits that say what its values are made from; see `origins`.
+        origins: bits that say what its values are made from; see `operation_facts`.
         is_written: an operation of the forward wrote it in place.
         writes: number of such operations.
         is_movable: all that was saved of it or given to calls may leave the device.

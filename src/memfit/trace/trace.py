@@ -441,7 +441,7 @@ def _forward_again(setting: TraceSetting, rows: int, first: TraceRecorder, *, is
 def _carried(first: TraceRecorder, second: TraceRecorder | None) -> tuple[str, ...]:
     """Names of what a forward leaves on modules that makes the next one another.
 
-    See [Note: what one forward leaves to the next] in `carried`.
+    See [Note: what one forward leaves to the next] in `trace_run`.
     """
     if second is None:
         return first.exchanged

@@ -4,7 +4,7 @@ In: `ChainPrices`, bytes. Out: seconds that no mixture is expected to take less 
 
 [Note: the chain program]
 Unknown are, of each unit, the share of each policy and of each homes; of each group of ends which
-homes it has, whole; and the instants of the clock. Of each place of the step (`chain_flows`) M is
+homes it has, whole; and the instants of the clock. Of each place of the step (`Flows`) M is
 when the main thread comes to it and S when its computing begins. Of each queue and place, Q is when
 the queue is through with all that it was given up to there. Then
 

@@ -17,7 +17,7 @@ bounded, and nothing depends on the clock: the same question has the same answer
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There
 is one series of limits for all questions about a model, each 9 % above the one before (12 % and
-more where a model has very many layers, 1.5 % where it has few; `limit_series`). From the smallest
+more where a model has very many layers, 1.5 % where it has few; `frame_search`). From the smallest
 at which anything fits to the first that is not below the one asked about, plans are
 looked for at each in turn, beginning from what the ones before have found. Of all plans that were
 judged on the way the fastest is taken that fits the limit asked about. A larger limit goes through
