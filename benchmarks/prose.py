@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from sizes import SOURCE
+
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "memfit"
 MOST = {"what": 3.0, "one": 4.0, "it": 8.0}
 """Most of each in 1,000 words."""
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
@@ -62,9 +63,9 @@ def measure(source: Path = SOURCE, root: Path = ROOT) -> dict[str, tuple[int, di
 
 
 if __name__ == "__main__":
-    found, is_over = measure(), False
+    counts, is_over = measure(), False
     print(f"{'':12}{'words':>9}" + "".join(f"{word:>8}" for word in MOST))
-    for kind, (words, often) in found.items():
+    for kind, (words, often) in counts.items():
         print(f"{kind:12}{words:9,}" + "".join(f"{value:8.1f}" for value in often.values()))
         is_over = is_over or any(value > MOST[word] for word, value in often.items())
     sys.exit(is_over)

@@ -50,27 +50,36 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node.value
 
 
+def code_lines(text: str, tree: ast.AST) -> Counter[int]:
+    """Returns the numbers of the lines with code (no blank lines, comments or docstrings), with how many tokens begin there."""
+    lines = Counter[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT:
+            lines[token.start[0]] += 1
+            lines.update(dict.fromkeys(range(token.start[0] + 1, token.end[0] + 1), 0))
+    for each in docstrings(tree):
+        for line in range(each.lineno, (each.end_lineno or each.lineno) + 1):
+            lines.pop(line, None)
+    return lines
+
+
 def sizes_of(path: Path, source: Path) -> Sizes:
     """Counts a file."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    prose = {line for each in docstrings(tree) for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)}
-    words = sum(len(_WORD.findall(str(each.value))) for each in docstrings(tree))
-    lines, tokens = set[int](), 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            words += len(_WORD.findall(token.string))
-        elif token.type not in _LAYOUT and token.start[0] not in prose:
-            lines.update(range(token.start[0], token.end[0] + 1))
-            tokens += 1
+    lines = code_lines(text, tree)
+    comments = (
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+    )
+    prose = [*(str(each.value) for each in docstrings(tree)), *comments]
     package = path.relative_to(source).parts[0]
     kinds = Counter(type(node) for node in ast.walk(tree))
     made = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return Sizes(
         files=1,
-        code_lines=len(lines - prose),
-        tokens=tokens,
-        words=words,
+        code_lines=len(lines),
+        tokens=lines.total(),
+        words=sum(len(_WORD.findall(each)) for each in prose),
         classes=kinds[ast.ClassDef],
         dataclasses=sum("dataclass" in ast.unparse(mark) for each in made for mark in each.decorator_list),
         functions=kinds[ast.FunctionDef] + kinds[ast.AsyncFunctionDef],
@@ -85,19 +94,19 @@ def sizes_of(path: Path, source: Path) -> Sizes:
 
 def measure(source: Path = SOURCE) -> dict[str, Sizes]:
     """Returns the sizes by package, the largest first; public modules and `__init__` together as "(top)"."""
-    found: dict[str, Sizes] = {}
+    sizes: dict[str, Sizes] = {}
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source).parts
         package = parts[0] if len(parts) > 1 else "(top)"
         here = sizes_of(path, source)
-        found[package] = found[package] + here if package in found else here
-    return dict(sorted(found.items(), key=lambda item: -item[1].code_lines))
+        sizes[package] = sizes[package] + here if package in sizes else here
+    return dict(sorted(sizes.items(), key=lambda item: -item[1].code_lines))
 
 
-def table(found: dict[str, Sizes]) -> str:
+def table(sizes: dict[str, Sizes]) -> str:
     """Returns the table as Markdown."""
     names = [field.name.replace("_", " ") for field in fields(Sizes)]
-    first, *others = found.values()
+    first, *others = sizes.values()
     whole = functools.reduce(Sizes.__add__, others, first)
     rows = [("package", *names), tuple("---" for _ in range(len(names) + 1))]
     rows += [
@@ -105,7 +114,7 @@ def table(found: dict[str, Sizes]) -> str:
             f"`{package}`" if package.isidentifier() else package,
             *(f"{getattr(each, field.name):,}" for field in fields(Sizes)),
         )
-        for package, each in [*found.items(), ("**all**", whole)]
+        for package, each in [*sizes.items(), ("**all**", whole)]
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

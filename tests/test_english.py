@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sizes import docstrings
+
 SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
 MOST_COLUMNS = 100
@@ -43,13 +45,6 @@ KEPT = {
     "trace/measuring.py: slope": "of a straight line through measurements",
 }
 """File and word, as "file: word" -> why the word stays there: a key on disk, a term of the field."""
-
-
-def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yields all strings that stand alone: of modules, classes and functions, and under attributes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value
 
 
 def words_of(token: tokenize.TokenInfo) -> str:
